@@ -435,7 +435,7 @@ def _batch(config: Config, ranks: int) -> tuple[Batch, int]:
     """
     groups = full_groups(config, ranks)
     batch = Batch.of([TrainingGroup(group) for group in groups], config)
-    ones = [np.ones(len(row.completion_ids), np.float32) for row in batch.rows]
+    ones = [np.ones(row.completion_tokens, np.float32) for row in batch.rows]
     batch.advantages = batch.old_logprobs = batch.ref_logprobs = ones
     prompt = len(groups[0].prompt_token_ids)
     pairs = prompt**2 // 2

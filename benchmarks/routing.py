@@ -124,7 +124,7 @@ class Watched:
         def watched(policy: Policy, batch: Batch) -> PolicyUpdate:
             self.groups += batch.fresh
             found = update(policy, batch)
-            for row, logprobs in zip(batch.rows, found.logprobs or [], strict=False):
+            for row, logprobs in zip(batch.tokens.values(), found.logprobs or [], strict=False):
                 if logprobs is not None:
                     self.differences.append(np.abs(logprobs - row.rollout_logprobs))
             return found

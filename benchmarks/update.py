@@ -28,7 +28,7 @@ import numpy as np
 import torch
 from rich.console import Console
 from rich.table import Table
-from transformers import AutoModelForCausalLM, Qwen2Config, Qwen3MoeConfig
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks.command import command_parser, setting_words
 from benchmarks.processes import TRL_PYTHON, calling, require_trl, run
@@ -45,7 +45,7 @@ from trainer.policy.reference import Reference
 from trainer.policy.scorer import load_tokenizer, quiet
 from trainer.policy.update_metrics import UpdateMetrics
 
-SHAPES = {
+SHAPES: dict[str, dict[str, Any]] = {
     "small": {
         "hidden_size": 256,
         "intermediate_size": 1024,
@@ -106,8 +106,72 @@ SHAPES = {
         "norm_topk_prob": True,
         "vocab_size": 1024,
     },
+    "small-hybrid": {
+        "model_type": "qwen3_5_text",
+        "hidden_size": 256,
+        "intermediate_size": 1024,
+        "num_hidden_layers": 4,
+        "layer_types": ["linear_attention"] * 3 + ["full_attention"],
+        "num_attention_heads": 4,
+        "head_dim": 64,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 64,
+        "linear_value_head_dim": 64,
+        "vocab_size": 8192,
+    },
+    "small-mamba": {
+        "model_type": "bamba",
+        "hidden_size": 256,
+        "intermediate_size": 1024,
+        "num_hidden_layers": 4,
+        "attn_layer_indices": [3],
+        "num_attention_heads": 4,
+        "mamba_n_heads": 8,
+        "mamba_d_head": 64,
+        "mamba_d_state": 64,
+        "mamba_chunk_size": 64,
+        "vocab_size": 8192,
+    },
+    "small-sinks": {
+        "model_type": "gpt_oss",
+        "hidden_size": 256,
+        "intermediate_size": 256,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 8,
+        "head_dim": 32,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "sliding_window": 128,
+        "vocab_size": 8192,
+    },
+    "small-caps": {
+        "model_type": "gemma2",
+        "hidden_size": 256,
+        "intermediate_size": 1024,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 8,
+        "head_dim": 32,
+        "sliding_window": 128,
+        "vocab_size": 8192,
+    },
+    "small-mla": {
+        "model_type": "deepseek_v3",
+        "hidden_size": 256,
+        "intermediate_size": 1024,
+        "num_hidden_layers": 4,
+        "first_k_dense_replace": 4,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 8,
+        "q_lora_rank": 64,
+        "kv_lora_rank": 64,
+        "qk_nope_head_dim": 32,
+        "qk_rope_head_dim": 16,
+        "v_head_dim": 32,
+        "vocab_size": 8192,
+    },
 }
-"""The shapes of Qwen2.5, and one for CPUs; two heads of keys and values unless given, tied
+"""The shapes of Qwen2.5, and some for CPUs; two heads of keys and values unless given, tied
 embeddings.
 
 `-layers` are a few layers of Qwen2.5-7B and 32B and of Qwen3-30B-A3B under a small vocabulary, so
@@ -163,8 +227,9 @@ def make_model(shape: str, directory: Path, device: torch.device | str = "cpu") 
     torch.manual_seed(0)
     tokenizer = make_tokenizer(iter(["How many apples now? 1 2 3", "#### 12"]))
     sizes: dict[str, Any] = {"num_key_value_heads": 2, **SHAPES[shape]}
-    architecture = Qwen3MoeConfig if "num_experts" in sizes else Qwen2Config
-    config = architecture(
+    kind = sizes.pop("model_type", "qwen3_moe" if "num_experts" in sizes else "qwen2")
+    config = AutoConfig.for_model(
+        kind,
         **sizes,
         max_position_embeddings=32_768,
         tie_word_embeddings=True,
@@ -218,7 +283,7 @@ def full_groups(config: Config, ranks: int = 1) -> list[Group]:
     shape = json.loads((Path(config.model.name) / "config.json").read_text(encoding="utf-8"))
     vocabulary = shape["vocab_size"]
     together = config.parallel.context_size
-    tokens = together * config.trainer.micro_batch_tokens // GROUPS
+    tokens = together * config.trainer.pass_tokens // GROUPS
     prompt = min(200, tokens // 4)
     shares = rng.lognormal(0.0, 0.8, size)
     # The last token of a completion is not computed.
@@ -269,9 +334,10 @@ def required_flops(groups: list[Group], model: Any) -> float:
     head = config.vocab_size * config.hidden_size
     # The embedding is a lookup.
     body = sum(parameter.numel() for parameter in model.get_decoder().parameters()) - head
-    experts = sum(parameter.numel() for parameter in model.parameters() if parameter.ndim == 3)
-    if experts:
-        body -= experts - experts * config.num_experts_per_tok // config.num_experts
+    count = getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None)
+    if count:
+        experts = sum(parameter.numel() for parameter in model.parameters() if parameter.ndim == 3)
+        body -= experts - experts * config.num_experts_per_tok // count
     computed = 0
     completion_tokens = 0
     pairs = 0

@@ -6,8 +6,8 @@ Every mistake is a process of its own: a command with a wrong argument, setting 
 script with TRL's names. A mistake counts as answered when the process ends by itself with an error
 whose last line has the field and what to do about it (`told`). The table shows the seconds until
 then, of the wall and of processors (which hardly depend on what else the machine does), before any
-model is loaded. For a script they include the import of the package, which loads torch and
-transformers: the table has that time by itself too.
+model is loaded. For a script they include the import of the package, whose time the table has by
+itself too, and once a trainer is made, of torch and transformers.
 """
 
 import json

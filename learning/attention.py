@@ -1,7 +1,7 @@
 """Attention over packed rows: a prompt attends to itself, a completion to its prompt and itself."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from inspect import signature
 from typing import Any
 
@@ -9,14 +9,15 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from torch.nn.attention.varlen import varlen_attn
-from torch.nn.functional import embedding, scaled_dot_product_attention
+from torch.nn.attention.varlen import AuxRequest, varlen_attn
+from torch.nn.functional import embedding, pad, scaled_dot_product_attention
+from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from common.errors import ConfigError
 from learning.context import ContextGroup
+from learning.linear_layers import linear_layers, not_packed
 
 _Array = NDArray[np.int64]
 
@@ -28,7 +29,13 @@ _WASTE = 0.9
 _SKIP = 0.25
 """Share of the prompt in a row above which a mask is cheaper than also computing the prompt's
 queries."""
-_KNOWN_LAYERS = {"full_attention", "sliding_attention"}
+_REPLACED = ("sdpa", "eager", NAME)
+"""The attention functions of transformers that do what `NAME` does."""
+_SCORES = 1 << 26
+"""Scores of queries and keys that exist at once where no kernel computes them: 256 MiB in
+float32."""
+_KNOWN_LAYERS = {"full_attention", "sliding_attention", "mlp", "moe"}
+_LINEAR_LAYERS = {"linear_attention", "conv", "hybrid"}
 GQA = "enable_gqa" in signature(varlen_attn).parameters
 """Whether the kernel supports fewer key and value heads than query heads, as torch's does since
 2.12."""
@@ -75,6 +82,8 @@ class Segments:
     buckets: list[tuple[int, int, int]]
     """Per bucket: rows, width, and how many tokens at the start of every row are only keys (the
     prompts' tokens)."""
+    columns: tuple[_Array, ...]
+    """What `of` was given, which stays in CPU memory."""
 
     @classmethod
     def of(
@@ -125,7 +134,22 @@ class Segments:
             longest=int(sizes.max()),
             longest_keys=int(totals.max()),
             buckets=buckets,
+            columns=(starts, sizes, prefix_starts, prefixes),
         )
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """How the scores of queries and keys are made: cap · tanh(scaling · q·k / cap), or scaling ·
+    q·k.
+    """
+
+    scaling: float
+    window: int | None = None
+    """How many tokens a query sees, itself included; None for all earlier ones."""
+    cap: float | None = None
+    sinks: Tensor | None = None
+    """[heads] a further score of every query, whose value is 0."""
 
 
 def register() -> None:
@@ -138,26 +162,22 @@ def unpackable(model: Any) -> str | None:
     """Returns why `model` cannot be computed packed; None when it can."""
     body = model.get_decoder() if hasattr(model, "get_decoder") else model
     config = model.config.get_text_config()
-    layers = set(getattr(config, "layer_types", None) or ()) - _KNOWN_LAYERS
-    rope = getattr(config, "rope_parameters", None) or {}
+    linear = linear_layers(body)
+    kinds = list(getattr(config, "layer_types", None) or ())
+    if len(linear) == sum(kind in _LINEAR_LAYERS for kind in kinds):
+        kinds = [kind for kind in kinds if kind not in _LINEAR_LAYERS]
+    layers = set(kinds) - _KNOWN_LAYERS
     rotates = any(name.endswith("rotary_emb") for name, _ in body.named_modules())
-    has_sinks = any(name.endswith("sinks") for name, _ in body.named_parameters())
     looks_ahead = bool(getattr(config, "use_bidirectional_attention", None))
-    takes_backends = getattr(body, "_supports_attention_backend", False)
-    replaceable = takes_backends and body._can_set_attn_implementation()
     implementation = config._attn_implementation
     checks = {
-        "it keeps a state from token to token": getattr(body, "_is_stateful", False),
+        "it keeps a state from token to token": getattr(body, "_is_stateful", False) and not linear,
         f"it has {', '.join(sorted(layers))} layers": bool(layers),
-        "it does not rotate positions": not rotates,
-        "its positions have several axes": "mrope_section" in rope,
-        "it caps attention": bool(getattr(config, "attn_logit_softcapping", None)),
-        "it has attention sinks": has_sinks,
+        "it does not rotate positions": not (rotates or linear),
         "its tokens attend to later tokens": looks_ahead,
-        "its keys and values differ in size": getattr(config, "v_head_dim", None) is not None,
         "its attention has dropout": bool(getattr(config, "attention_dropout", 0)),
-        "transformers cannot replace its attention": not replaceable,
-        f"it runs with {implementation} attention": implementation not in ("sdpa", NAME),
+        "transformers cannot replace its attention": not body._can_set_attn_implementation(),
+        f"it runs with {implementation} attention": implementation not in _REPLACED,
     }
     return next((reason for reason, applies in checks.items() if applies), None)
 
@@ -170,26 +190,28 @@ def _attention(
     attention_mask: Tensor | None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """Returns [1, T, heads, size] from [1, heads, T, size], as transformers calls it.
+    """Returns [1, T, heads, value size] from [1, heads, T, size], as transformers calls it.
 
-    Keys and values may have fewer heads (GQA). `sliding_window` includes the token itself. With
-    `context`, T are the tokens of this rank's part of the line.
+    Keys and values may have fewer heads (GQA), and values another size. Of the options,
+    `sliding_window` includes the token itself, `softcap` bounds scores and `s_aux` [heads] are
+    sinks. With `context`, T are the tokens of this rank's part of the line.
     """
     segments: Segments | None = options.pop("segments", None)
     context: ContextGroup | None = options.pop("context", None)
+    scores = Scores(
+        scaling=options.pop("scaling", None) or query.shape[-1] ** -0.5,
+        window=options.pop("sliding_window", None),
+        cap=options.pop("softcap", None),
+        sinks=options.pop("s_aux", None),
+    )
     if segments is None:
-        has_placeholder = attention_mask is not None and attention_mask.shape == (1, 1, 1, 1)
-        if has_placeholder and query.shape[2] > 1:  # it is a packed line
-            raise ConfigError(
-                "the layers of this model pass no options on to their attention, "
-                "so its rows cannot be packed",
-                field="trainer.packing",
-                remedy="set it to off",
-            )
-        plain: tuple[Tensor, None] = sdpa_attention_forward(
-            module, query, key, value, attention_mask=attention_mask, **options
+        padded = _attend_padded(
+            module, query, key, value, mask=attention_mask, scores=scores, **options
         )
-        return plain
+        return padded, None
+    for name, option in options.items():
+        if isinstance(option, Tensor) and option.is_floating_point():
+            raise not_packed(f"give their attention {name}")
 
     device_type = query.device.type
     if torch.is_autocast_enabled(device_type):  # rotary embedding returns float32
@@ -206,18 +228,41 @@ def _attention(
         query = context.heads_of_line(query, length)
         key = context.heads_of_line(key, length)
         value = context.heads_of_line(value, length)
-    attend = _attend_segments if _has_kernel(query) else _attend_rows
-    result = attend(
-        query,
-        key,
-        value,
-        segments=segments,
-        scaling=options.get("scaling"),
-        window=options.get("sliding_window"),
-    )
+        if scores.sinks is not None:
+            own = scores.sinks.chunk(context.size)[context.rank]
+            scores = replace(scores, sinks=own)
+    suits_kernel = scores.cap is None and value.shape[-1] <= query.shape[-1]
+    attend = _attend_segments if suits_kernel and _has_kernel(query) else _attend_rows
+    result = attend(query, key, value, segments, scores)
     if context is not None:
         result = context.tokens_of_line(result)
     return result[None], None
+
+
+def _attend_padded(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    mask: Tensor | None,
+    scores: Scores,
+    **options: Any,
+) -> Tensor:
+    """Returns [rows, T, heads, value size] from [rows, heads, T, size] of rows that are not packed,
+    with the mask of transformers' SDPA.
+    """
+    is_placeholder = mask is not None and mask.shape == (1, 1, 1, 1)
+    if is_placeholder and query.shape[2] > 1:  # it is a packed line
+        raise not_packed("pass no options on to their attention")
+    if scores.cap is None and scores.sinks is None:
+        plain: tuple[Tensor, None] = sdpa_attention_forward(
+            module, query, key, value, attention_mask=mask, scaling=scores.scaling, **options
+        )
+        return plain[0]
+    if mask is None:
+        mask = query.new_ones(query.shape[2], key.shape[2], dtype=torch.bool).tril()
+    return _attend_plainly(query, key, value, mask, scores).transpose(1, 2)
 
 
 def _has_kernel(query: Tensor) -> bool:
@@ -235,16 +280,10 @@ def _has_kernel(query: Tensor) -> bool:
 
 
 def _attend_segments(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    segments: Segments,
-    scaling: float | None,
-    window: int | None,
+    query: Tensor, key: Tensor, value: Tensor, segments: Segments, scores: Scores
 ) -> Tensor:
-    """Returns [T, heads, size] for query, key and value [T, heads, size] of a line; keys and values
-    may have fewer heads.
+    """Returns [T, heads, value size] for query, key and value [T, heads, size] of a line; keys and
+    values may have fewer heads, and values a smaller size.
     """
     options: dict[str, Any] = {}
     if GQA:
@@ -253,32 +292,93 @@ def _attend_segments(
         key = key.repeat_interleave(query.shape[1] // key.shape[1], 1)
         value = value.repeat_interleave(query.shape[1] // value.shape[1], 1)
 
+    # The kernel has one size for all three. Zeros behind a value are zeros behind the result.
+    size = value.shape[-1]
+    value = pad(value, (0, query.shape[-1] - size))
+    tensors = (query.contiguous(), _take(key, segments.keys), _take(value, segments.keys))
     # A segment's last query and last key are of one token, so nothing is to the right of it.
-    window_size = (-1 if window is None else window - 1, 0)
-    result = varlen_attn(
-        query.contiguous(),
-        _take(key, segments.keys),
-        _take(value, segments.keys),
-        cu_seq_q=segments.starts,
-        cu_seq_k=segments.key_starts,
-        max_q=segments.longest,
-        max_k=segments.longest_keys,
-        scale=scaling,
-        window_size=window_size,
-        **options,
-    )
+    options |= {
+        "scale": scores.scaling,
+        "window_size": (-1 if scores.window is None else scores.window - 1, 0),
+    }
+    line = (segments.starts, segments.key_starts, segments.longest, segments.longest_keys)
+    if scores.sinks is None:
+        result = varlen_attn(*tensors, *line, **options)
+    else:
+        result = _WithSinks.apply(*tensors, scores.sinks, line, options)
     assert isinstance(result, Tensor)
-    return result
+    return result[..., :size]
 
 
+class _WithSinks(torch.autograd.Function):  # type: ignore[misc]  # torch is not typed here
+    """Variable-length attention where every query may also attend to the sink of its head, a score
+    whose value is 0.
+
+    With the log-sum-exp l of a query's scores, and its head's sink s,
+
+        l' = log(exp l + exp s)      o' = o · exp(l - l')
+
+    The backward pass of the kernel computes its weights as exp(scores - l) and needs nothing else
+    of the forward pass but o, so it gets l' and o'. Autograd cannot do this: torch's gradient of
+    the kernel ignores that of l.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        sinks: Tensor,
+        *given: Any,
+    ) -> Tensor:
+        line, options = given
+        starts, key_starts, longest, longest_keys = line
+        result, lse = varlen_attn(
+            query,
+            key,
+            value,
+            *line,
+            return_aux=AuxRequest(lse=True),
+            **options,
+        )
+        with_sink = torch.logaddexp(lse, sinks.float()[:, None])  # [heads, T]
+        result = result * (lse - with_sink).exp().t()[..., None].to(result.dtype)
+        ctx.save_for_backward(query, key, value, sinks, starts, key_starts, result, with_sink)
+        ctx.longest = (longest, longest_keys)
+        ctx.options = options
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, sinks, starts, key_starts, result, with_sink = ctx.saved_tensors
+        window = ctx.options["window_size"]
+        of_tensors = torch.ops.torch_attn._varlen_attn_backward(
+            gradient.contiguous(),
+            query,
+            key,
+            value,
+            result,
+            with_sink,
+            starts,
+            key_starts,
+            *ctx.longest,
+            window == (-1, 0),
+            torch.zeros(2, dtype=torch.uint64, device=query.device),  # no dropout
+            ctx.options["scale"],
+            list(window),
+        )
+        # The gradient of a score is its weight · (that of the weight - its mean); the sink's is 0.
+        mean = (gradient.float() * result.float()).sum(-1).t()
+        weight = (sinks.float()[:, None] - with_sink).exp()
+        of_sinks = -(weight * mean).sum(1).to(sinks.dtype)
+        return (*of_tensors, of_sinks, None, None)
+
+
+# The compiler would make a graph for each list of buckets.
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # torch is not typed here
 def _attend_rows(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    segments: Segments,
-    scaling: float | None,
-    window: int | None,
+    query: Tensor, key: Tensor, value: Tensor, segments: Segments, scores: Scores
 ) -> Tensor:
     """Returns what `_attend_segments` does, with one plain kernel call for each bucket.
 
@@ -293,27 +393,65 @@ def _attend_rows(
 
     results: list[Tensor] = []
     for i, (count, width, skip) in enumerate(segments.buckets):
-        rows = queries[i].unflatten(0, (count, -1)).transpose(1, 2)
-        # 0 where a query may look, at itself and earlier (in its window), and -inf elsewhere.
-        causal = skip == 0 and (window is None or window >= width)
-        mask: Tensor | None = None
-        if not causal:
-            hidden = rows.new_ones(width - skip, width, dtype=torch.bool).triu(skip + 1)
-            if window is not None:
-                hidden |= torch.ones_like(hidden).tril(skip - window)
-            mask = rows.new_zeros(hidden.shape).masked_fill_(hidden, float("-inf"))
-        result = scaled_dot_product_attention(
-            rows,
+        rows = (
+            queries[i].unflatten(0, (count, -1)).transpose(1, 2),
             keys[i].unflatten(0, (count, -1)).transpose(1, 2),
             values[i].unflatten(0, (count, -1)).transpose(1, 2),
-            attn_mask=mask,
-            is_causal=causal,
-            scale=scaling,
-            enable_gqa=True,
         )
+        # Where a query may look: at itself and earlier, in its window.
+        causal = skip == 0 and (scores.window is None or scores.window >= width)
+        visible = query.new_ones(width - skip, width, dtype=torch.bool).tril(skip)
+        if scores.window is not None:
+            visible &= torch.ones_like(visible).triu(skip - scores.window + 1)
+        if scores.cap is None and scores.sinks is None:
+            result = scaled_dot_product_attention(
+                *rows,
+                attn_mask=None if causal else _additive(visible, query.dtype),
+                is_causal=causal,
+                scale=scores.scaling,
+                enable_gqa=True,
+            )
+        else:
+            # The scores of a few rows at a time, which the backward pass computes again.
+            few = max(1, _SCORES // (query.shape[1] * visible.numel()))
+            parts = zip(*(states.split(few) for states in rows), strict=True)
+            result = torch.cat(
+                [
+                    checkpoint(_attend_plainly, *part, visible, scores, use_reentrant=False)
+                    for part in parts
+                ]
+            )
         results.append(result.transpose(1, 2).flatten(0, 1))
     line = torch.cat(results) if len(results) > 1 else results[0]
     return _take(line, segments.back)
+
+
+def _attend_plainly(
+    query: Tensor, key: Tensor, value: Tensor, visible: Tensor, scores: Scores
+) -> Tensor:
+    """Returns [rows, heads, Q, value size] from query [rows, heads, Q, size], and key and value of
+    K tokens and maybe fewer heads, with all scores in memory: for what no kernel computes.
+
+    `visible` [..., Q, K] says which keys a query sees.
+    """
+    heads = query.shape[1]
+    groups = heads // key.shape[1]
+    key = key.repeat_interleave(groups, 1)
+    value = value.repeat_interleave(groups, 1)
+    found = (query @ key.transpose(2, 3)).float() * scores.scaling
+    if scores.cap is not None:
+        found = scores.cap * torch.tanh(found / scores.cap)
+    found = found + _additive(visible, found.dtype)
+    if scores.sinks is not None:
+        sinks = scores.sinks.float().view(heads, 1, 1)
+        found = torch.cat([found, sinks.expand(*found.shape[:-1], 1)], -1)
+    weights = found.softmax(-1)[..., : key.shape[2]]
+    return weights.to(value.dtype) @ value
+
+
+def _additive(visible: Tensor, dtype: torch.dtype) -> Tensor:
+    """Returns 0 where `visible`, and -inf elsewhere."""
+    return torch.zeros_like(visible, dtype=dtype).masked_fill_(~visible, float("-inf"))
 
 
 def _take(states: Tensor, places: Tensor) -> Tensor:

@@ -67,6 +67,11 @@ def longest_sequence(text: Any, max_tokens: int | None) -> int:
     return min(bounds) if bounds else _LONG
 
 
+def rounding(low_precision: bool) -> float:
+    """Returns the mean |Δ log-probability| in nats that rounding explains."""
+    return _COARSE_ROUNDING if low_precision else _ROUNDING
+
+
 def check_batch_independence(
     model: Any,
     score: Score,
@@ -103,14 +108,14 @@ def check_batch_independence(
     # switch its factors.
     size = max(2, min(_LONG, longest))
     short = min(_SHORT, size)
-    # The first tokens differ, because rows that begin with the same prompt would share it.
+    # The first tokens differ, because rows that begin with the same prompt would share it. The
+    # short sequence is the second: a state, or attention, that does not begin anew would reach it.
     tokens = (torch.arange(2)[:, None] + 7 * torch.arange(size)).to(device) % vocabulary
     positions: Tensor | None = None
     if "position_ids" in inspect.signature(model.get_decoder().forward).parameters:
         positions = torch.arange(size, device=device).repeat(2, 1)
-        positions[1] += longest - size
-    own_positions = None if positions is None else positions[:1, :short]
-    rounding = _COARSE_ROUNDING if low_precision else _ROUNDING
+        positions[0] += longest - size
+    own_positions = None if positions is None else positions[1:, :short]
 
     no_dropout = NoDropout()
     # Compiled layers would be compiled for these shapes, which takes minutes. Where none is, the
@@ -121,12 +126,12 @@ def check_batch_independence(
     with _left_as_it_is(model, device), eager, no_dropout:
         for training in modes:
             model.train(training)
-            alone = score(tokens[:1, :short], own_positions)
-            beside = score(tokens, positions)[:1, : short - 1]
+            alone = score(tokens[1:, :short], own_positions)
+            beside = score(tokens, positions)[1:, : short - 1]
             change = _difference(alone, beside)
-            if change > rounding:
-                noise = _difference(alone, score(tokens[:1, :short], own_positions))
-                raise _refusal(model, training, change, at_random=noise > rounding)
+            if change > rounding(low_precision):
+                noise = _difference(alone, score(tokens[1:, :short], own_positions))
+                raise _refusal(model, training, change, at_random=noise > rounding(low_precision))
     return no_dropout.rates
 
 

@@ -1,7 +1,7 @@
 """Splits a batch into mini-batches, shares for the ranks and micro-batches.
 
 Pure functions over lengths and indices, so that every rank splits the same batch the same way
-without communication.
+without communication. A rank knows the sizes of all rows, and has the tokens of its own ones.
 """
 
 from collections.abc import Callable, Sequence
@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -50,28 +49,20 @@ class Sizes:
     are padded."""
     scored: Indices | None = None
     """[rows] tokens of the completions that are scored: those that are not masked; None for all."""
+    owners: Indices | None = None
+    """[rows] the share that computes the row, whatever it is computed for; None: what is computed
+    at once is split evenly."""
 
     @classmethod
-    def of(
-        cls,
-        rows: Sequence[Tokens],
-        shared: bool,
-        scored: Sequence[int] | None = None,
-        keys: Sequence[bytes] = (),
-    ) -> "Sizes":
-        """Measures rows, of which all or only the `scored` completion tokens are scored.
-
-        Prompts with equal `keys` (by default their ids) are equal.
-        """
+    def of(cls, rows: Sequence[Tokens], shared: bool) -> "Sizes":
+        """Measures rows whose completion tokens are all scored."""
         known: dict[bytes, int] = {}
-        keys = keys or [row.prompt_ids.tobytes() for row in rows]
-        groups = [known.setdefault(key, len(known)) for key in keys]
+        groups = [known.setdefault(row.prompt_ids.tobytes(), len(known)) for row in rows]
         return cls(
             prompts=np.array([len(row.prompt_ids) for row in rows], np.int64),
             completions=np.array([len(row.completion_ids) for row in rows], np.int64),
             groups=np.array(groups, np.int64),
             shared=shared,
-            scored=None if scored is None else np.array(scored, np.int64),
         )
 
     @property
@@ -84,6 +75,25 @@ class Sizes:
         """[rows] completion tokens to compute: all but the last, which predicts nothing."""
         computed: Indices = np.maximum(self.completions - 1, 0)
         return computed
+
+    def owned(self, share: int) -> Indices:
+        """Returns the rows of a share."""
+        rows = np.arange(len(self.prompts))
+        return rows if self.owners is None else rows[self.owners == share]
+
+    def spare(self, share: int) -> Indices:
+        """Returns [1] a row with which a share takes part in a pass of the others: its first, or
+        that of the batch if it has none.
+        """
+        return np.append(self.owned(share), 0)[:1]
+
+    def together(self, indices: Indices) -> int:
+        """Returns the tokens of one pass of these rows."""
+        if not self.shared:
+            return int(self.totals[indices].max(initial=0)) * len(indices)
+        _, first_of_group = np.unique(self.groups[indices], return_index=True)
+        prompts = self.prompts[indices][first_of_group]
+        return int(prompts.sum() + self.computed[indices].sum())
 
     def order(self, indices: Indices) -> Indices:
         """Sorts `indices` so that neighbours belong together: by prompt if prompts are shared, else
@@ -117,13 +127,15 @@ def mini_batches(count: int, parts: int, seed: int) -> list[Indices]:
 
 
 def shares(sizes: Sizes, indices: Indices, count: int) -> list[Indices]:
-    """Splits `indices` into `count` parts of similar cost, above the mean by at most twice the
-    costliest row.
+    """Splits `indices` into `count` parts: by the rows' owners, if they have some, else of similar
+    cost, above the mean by at most twice the costliest row.
 
-    Rows that share a prompt stay together, except at the border between two parts, which both
+    Rows that share a prompt then stay together, except at the border between two parts, which both
     compute the prompt.
     """
     order = sizes.order(indices)
+    if sizes.owners is not None:
+        return [order[sizes.owners[order] == part] for part in range(count)]
     if not sizes.shared:
         return [order[part::count] for part in range(count)]
     costs = sizes.costs(order)
@@ -194,6 +206,17 @@ def _filled(
     return parts
 
 
+def owners(sizes: Sizes, parts: Sequence[Indices], count: int) -> Indices:
+    """Returns [rows] which of `count` shares computes each row, so that every one of `parts`, which
+    are computed one after the other, has shares of similar cost.
+    """
+    found = np.zeros(len(sizes.prompts), np.int64)
+    for part in parts:
+        for share, rows in enumerate(shares(sizes, part, count)):
+            found[rows] = share
+    return found
+
+
 def split(flat: Float32, lengths: Sequence[int]) -> list[Float32]:
     """Splits [sum of lengths] into one array for each row."""
     return np.split(flat, np.cumsum(lengths)[:-1]) if len(lengths) else []
@@ -205,45 +228,37 @@ def score_shared(
     settings: TrainerSection,
     score: Callable[[Indices], Tensor],
 ) -> list[Float32]:
-    """Returns one number per scored completion token of every row. Each rank computes a part; all
-    get the whole result.
+    """Returns one number per scored completion token of every row of this rank's share; an empty
+    array for a row of another share.
 
     `score` returns [C] numbers for the completion tokens of the rows at some indices, row by row,
-    for at most `micro_batch_tokens` computed ones. With sharded models all ranks call it equally
-    often; a rank that has run out of rows passes the first row.
+    for at most `pass_tokens` computed ones. With sharded models all ranks call it equally
+    often; a rank that has run out of rows passes its spare one.
     """
-    lengths = (sizes.completions if sizes.scored is None else sizes.scored).tolist()
+    lengths = sizes.completions if sizes.scored is None else sizes.scored
     rows = np.arange(len(lengths))
     scored: list[tuple[Indices, Tensor]] = []
     parts = micro_batches(
         sizes,
         rows,
         ranks,
-        max_tokens=settings.micro_batch_tokens,
+        max_tokens=settings.pass_tokens,
         max_rows=settings.micro_batch_size,
     )
     for part in parts:
         if len(part):
             scored.append((part, score(part)))
         elif ranks.sharded:  # take part in the other ranks' collective calls
-            score(np.zeros(1, np.int64))
+            score(sizes.spare(ranks.share))
         progress.moved()
-    return by_row(scored, lengths, ranks)
+    return by_row(scored, lengths)
 
 
-def by_row(
-    scored: Sequence[tuple[Indices, Tensor]], lengths: Sequence[int], ranks: Ranks
-) -> list[Float32]:
-    """Gathers [L] for every row from the ranks that computed them; the result is the same on every
-    rank.
-
-    Tokens that no rank computed are 0. A collective.
-    """
-    flat = torch.zeros(sum(lengths))
-    ends = np.cumsum(lengths)
+def by_row(scored: Sequence[tuple[Indices, Tensor]], lengths: Indices) -> list[Float32]:
+    """Returns what was computed for each row; an empty array for a row that was not computed."""
+    found: list[Float32] = [np.zeros(0, np.float32)] * len(lengths)
     for indices, numbers in scored:
-        places = np.concatenate(
-            [np.arange(ends[i] - lengths[i], ends[i]) for i in indices.tolist()]
-        )
-        flat[torch.from_numpy(places)] = numbers.float().cpu()
-    return split(ranks.sum_shares(flat).numpy(), lengths)
+        own = split(numbers.float().cpu().numpy(), lengths[indices].tolist())
+        for index, values in zip(indices.tolist(), own, strict=True):
+            found[index] = values
+    return found

@@ -2,7 +2,6 @@
 reward models.
 """
 
-import ctypes
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,7 +10,7 @@ from typing import Any, Literal
 import torch
 
 from common.errors import ConfigError
-from common.process.topology import INSTALL_CUDA_BUILD, assigned_gpus, hidden_gpus
+from common.process.topology import INSTALL_CUDA_BUILD, assigned_gpus, cuda_of_driver, hidden_gpus
 
 DeviceKind = Literal["auto", "cpu", "cuda"]
 
@@ -94,7 +93,7 @@ def _why_none() -> tuple[str, str]:
             f"CUDA_VISIBLE_DEVICES is {found!r}, which hides every GPU",
             "unset it, or name GPUs in it: 0,1",
         )
-    driver = _driver()
+    driver = cuda_of_driver()
     if driver is None:
         remedy = (
             "install NVIDIA's driver; "
@@ -115,15 +114,3 @@ def _why_none() -> tuple[str, str]:
         "the driver is installed, but gives this process no GPU",
         "check nvidia-smi, CUDA_VISIBLE_DEVICES and the kernel's log",
     )
-
-
-def _driver() -> int | None:
-    """Returns the newest CUDA that the driver supports, 13000 for 13.0; 0 if unknown, None without
-    a driver.
-    """
-    try:
-        library = ctypes.CDLL("libcuda.so.1")
-    except OSError:
-        return None
-    found = ctypes.c_int(0)
-    return found.value if library.cuDriverGetVersion(ctypes.byref(found)) == 0 else 0

@@ -15,17 +15,22 @@ log = logging.getLogger(__name__)
 class _Choice(NamedTuple):
     activation_checkpointing: bool | str
     reshard_after_forward: bool
+    pass_tokens: int
 
 
 def fitted(config: Config, ranks: Ranks, model: str) -> Config:
-    """Returns the configuration with `auto` of `trainer.activation_checkpointing` and
-    `parallel.reshard_after_forward` decided for the GPU of rank 0, by the estimated memory of an
-    update of `model`, and logs the choice.
+    """Returns the configuration with `auto` of `trainer.activation_checkpointing`,
+    `parallel.reshard_after_forward` and `trainer.micro_batch_tokens` decided for the GPU of rank 0,
+    by the estimated memory and time of an update of `model`, and logs the choice.
 
     On a CPU, and for a model whose memory cannot be estimated, it is left as it is: nothing is
     recomputed, and weights are gathered again. A collective.
     """
-    decides = (config.trainer.activation_checkpointing, config.parallel.reshard_after_forward)
+    decides = (
+        config.trainer.activation_checkpointing,
+        config.parallel.reshard_after_forward,
+        config.trainer.micro_batch_tokens,
+    )
     if "auto" not in decides:
         return config
     choice = ranks.broadcast(_choice(config, ranks, model) if ranks.is_rank_zero else None)
@@ -52,5 +57,7 @@ def _choice(config: Config, ranks: Ranks, model: str) -> _Choice | None:
         total / 1e9,
     )
     return _Choice(
-        decided.trainer.activation_checkpointing, decided.parallel.reshard_after_forward is True
+        decided.trainer.activation_checkpointing,
+        decided.parallel.reshard_after_forward is True,
+        decided.trainer.pass_tokens,
     )

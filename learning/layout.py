@@ -18,6 +18,12 @@ from common.errors import ConfigError
 from common.wire.schemas import Int32
 from learning.attention import NAME, Segments, register, unpackable
 from learning.context import ContextGroup, check_heads
+from learning.linear_layers import (
+    StateRows,
+    compute_by_rows,
+    continues_states,
+    linear_layers,
+)
 from learning.routing import Experts, Routes
 
 Packing = Literal["auto", "on", "off"]
@@ -200,6 +206,11 @@ class Packed:
         if context is not None:
             input_ids = context.part(input_ids)
             position_ids = context.part(position_ids)
+        options: dict[str, Any] = {}
+        continues = continues_states(body)
+        if continues is not None:
+            rows = StateRows.of(self.segments.columns, continues)
+            options["state_rows"] = moved(rows, input_ids.device)
         states: Tensor = body(
             input_ids=input_ids,
             position_ids=position_ids,
@@ -207,6 +218,7 @@ class Packed:
             use_cache=False,
             segments=self.segments,
             context=context,
+            **options,
         ).last_hidden_state[0]
         return states
 
@@ -224,7 +236,9 @@ def layout_for(model: Any, packing: Packing, context: ContextGroup | None = None
     reason = unpackable(model) if packing != "off" else "it is off"
     if context is not None:
         if reason:
-            raise not_together(reason, context)
+            raise not_together(f"this model does not support packing: {reason}", context)
+        if linear_layers(model):
+            raise not_together("this model has layers that keep a state", context)
         check_heads(model, context)
     if packing == "on" and reason:
         raise ConfigError(
@@ -237,16 +251,14 @@ def layout_for(model: Any, packing: Packing, context: ContextGroup | None = None
         return Padded
     register()
     model.set_attn_implementation(NAME)
+    compute_by_rows(model)
     return Packed
 
 
 def not_together(reason: str, context: ContextGroup) -> ConfigError:
-    """Returns the error for rows that cannot be packed, although several ranks should compute each
-    of them.
-    """
+    """Returns the error for rows that several ranks cannot compute together, with the reason."""
     return ConfigError(
-        f"only packed rows are computed by several ranks together, and this model does not "
-        f"support packing: {reason}",
+        f"several ranks compute only attention over packed rows together, and {reason}",
         field="parallel.context_size",
         value=context.size,
         remedy="set it to 1, or trainer.packing to auto if it is off",

@@ -22,13 +22,13 @@ def micro_batch_passes(
     their gradient before the next.
 
     Sharded models need equally many passes on every rank. A rank that has run out of its own rows
-    gets the first row, whose loss it multiplies by 0.
+    gets its spare one, whose loss it multiplies by 0.
     """
     parts = micro_batches(
         sizes,
         rows,
         ranks,
-        max_tokens=settings.micro_batch_tokens,
+        max_tokens=settings.pass_tokens,
         max_rows=settings.micro_batch_size,
     )
     for number, indices in enumerate(parts, 1):
@@ -36,5 +36,5 @@ def micro_batch_passes(
         if len(indices):
             yield indices, True
         elif ranks.sharded:
-            yield rows[:1], False
+            yield sizes.spare(ranks.share), False
         progress.moved()

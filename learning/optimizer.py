@@ -10,6 +10,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from common.errors import ConfigError, ServiceError
+from common.settings.sections import OptimizerSection
+from learning.rounded_adamw import RoundedAdamW
 from learning.sharding import full
 
 log = logging.getLogger(__name__)
@@ -26,7 +28,7 @@ class NonFiniteGradients(ServiceError):
 
 
 class Optimizer:
-    """AdamW (fused) over the trainable parameters of one model, which may be sharded.
+    """AdamW over the trainable parameters of one model, which may be sharded.
 
     `rate_setting` is the name of the learning rate in messages.
     """
@@ -34,9 +36,7 @@ class Optimizer:
     def __init__(
         self,
         model: Any,
-        betas: tuple[float, float],
-        weight_decay: float,
-        max_grad_norm: float,
+        settings: OptimizerSection,
         rate_setting: str = "optimizer.learning_rate",
     ) -> None:
         self._named = {
@@ -52,15 +52,20 @@ class Optimizer:
             mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
             by_mesh.setdefault(mesh, []).append(parameter)
         self._groups = list(by_mesh.values())
-        self._max_grad_norm = max_grad_norm
+        self._max_grad_norm = settings.max_grad_norm
         self._skipped_in_a_row = 0
         self._rate_setting = rate_setting
-        self._adam = torch.optim.AdamW(
-            [{"params": group} for group in self._groups],
-            betas=betas,
-            weight_decay=weight_decay,
-            fused=True,
-        )
+        groups = [{"params": group} for group in self._groups]
+        options: dict[str, Any] = {
+            "betas": settings.adam_betas,
+            "weight_decay": settings.weight_decay,
+        }
+        self._moments = getattr(torch, settings.moments)
+        self._adam: torch.optim.Optimizer
+        if settings.moments == "bfloat16":
+            self._adam = RoundedAdamW(groups, **options)
+        else:
+            self._adam = torch.optim.AdamW(groups, fused=True, **options)
 
     def zero_grad(self) -> None:
         self._adam.zero_grad()
@@ -136,7 +141,9 @@ class Optimizer:
                 if key == "step":
                     made[full_name] = torch.zeros((), device=parameter.device)
                 else:
-                    made[full_name] = torch.zeros_like(parameter, requires_grad=False)
+                    made[full_name] = torch.zeros_like(
+                        parameter, requires_grad=False, dtype=self._moments
+                    )
         if set(made) != set(names):
             other = min(set(names) ^ set(made))
             raise ConfigError(

@@ -3,9 +3,10 @@
 import logging
 import os
 import sys
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -216,6 +217,31 @@ class Ranks:
         values = [value]
         dist.broadcast_object_list(values, src=0)
         return values[0]
+
+    def scatter(self, part: Callable[[int], _T] | None) -> _T:
+        """Returns `part(share)` of rank 0 for this rank's share of a batch; the argument of other
+        ranks is ignored. One part after the other is in transit. A collective.
+        """
+        if part is not None:
+            for rank in range(1, self.world_size):
+                dist.send_object_list([part(rank // self.context_size)], rank)
+            return part(0)
+        found: list[Any] = [None]
+        dist.recv_object_list(found, 0)
+        return cast(_T, found[0])
+
+    def collect(self, part: _T) -> Iterator[_T]:
+        """Yields the parts of all shares on rank 0, and nothing on the others, which send theirs. A
+        collective: iterate over it.
+        """
+        if self.is_rank_zero:
+            yield part
+            for rank in range(self.context_size, self.world_size, self.context_size):
+                found: list[Any] = [None]
+                dist.recv_object_list(found, rank)
+                yield found[0]
+        elif self.rank % self.context_size == 0:
+            dist.send_object_list([part], 0)
 
     def gather(self, text: str) -> list[str]:
         """Returns the text of every rank, on every rank. A collective."""

@@ -61,6 +61,11 @@ def join(
     return group
 
 
+def nccl_version() -> str:
+    """Returns the version of the NCCL that this process has loaded, such as 2.29.7."""
+    return ".".join(map(str, torch.cuda.nccl.version()))
+
+
 def group_device(backend: str) -> torch.device:
     """Returns the device on which tensors must be to be sent through the group."""
     if backend == "nccl":

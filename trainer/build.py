@@ -6,6 +6,7 @@ steps and publish the first weights, in this order. What rank 0 does alone is be
 
 import logging
 import math
+import shutil
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -21,6 +22,7 @@ from common.process.topology import TRAINER
 from common.prompts.prompter import Prompter, PromptStyle
 from common.settings.config import Config
 from learning.ranks import Ranks
+from trainer.algorithms.spool import EXPERTS
 from trainer.backends.backend import Backend, BackendContext
 from trainer.evaluation.evaluator import Evaluator
 from trainer.evaluation.verdicts import Verdicts, verdicts_of
@@ -47,7 +49,7 @@ from trainer.timing import StageClock
 from trainer.trackers.base import check
 from trainer.weights.adapters import static_files
 from trainer.weights.gpu_lease import GpuLease
-from trainer.weights.sync import FollowerWeightSync, WeightPublisher, WeightSync
+from trainer.weights.sync import WeightPublisher, WeightSync
 
 _TRIAL_STEPS = 10
 """A run of so few steps is a trial, whose learning rate does not matter."""
@@ -96,7 +98,7 @@ def build_run(
 
     watchdog.at("waiting for the services and the first publishing")
     client: CriticClient | None = None
-    rollouts: Rollouts = FollowerRollouts(ranks)
+    rollouts: Rollouts = FollowerRollouts()
     if leader is not None:
         leader.start_services(policy)
         client = leader.services.critic
@@ -120,7 +122,7 @@ def build_run(
         critic=critic,
         checkpoints=checkpoints,
         rollouts=rollouts,
-        weights=FollowerWeightSync(),
+        weights=WeightSync(None, StageClock(), in_background=False),
         lease=GpuLease(
             ranks,
             lambda: [policy.resident(), reference.resident(), critic.resident()],
@@ -241,6 +243,8 @@ class _Leader:
         config = self.config
         stops = stop_token_ids(policy.model, self.tokenizer, config.sampling.stop_token_ids)
         vocabulary = policy.model.get_input_embeddings().num_embeddings
+        # Of an attempt that was killed.
+        shutil.rmtree(config.state_dir / EXPERTS, ignore_errors=True)
         self.prompter = Prompter(
             self.tokenizer, PromptStyle.of(config), stops, vocabulary=vocabulary
         )
@@ -248,7 +252,6 @@ class _Leader:
             RolloutContext(
                 config, self.services, self.prompter, clock=self.clock, run_id=self.run_id
             ),
-            policy.ranks,
             self.loop,
             progress=PromptProgress(state.position, state.finished) if state else PromptProgress(),
             ground_truths=GroundTruthCheck(self.services, self.run_dir / GROUND_TRUTHS),

@@ -2,20 +2,19 @@
 
     groups ─► batch ─► logprobs, values ─► advantages ─► update ─► push weights ─► free slots
 
-Rank 0 takes the groups from the replay buffer and shares them; every rank computes its share of the
-gradient; rank 0 publishes the weights. A process without torchrun is the only rank, rank 0.
+Rank 0 takes the groups from the replay buffer and sends every rank its rows; every rank computes
+their part of the gradient; rank 0 publishes the weights. A process without torchrun is the only
+rank, rank 0.
 `trainer/run.py` describes the parts of a run, `trainer/rollouts/collector.py` the life of a group.
 """
 
 from common.process import watchdog
-from trainer.algorithms.batch import Batch
-from trainer.policy.learn import learn
+from trainer.policy.learn import learn, shared_batch
 from trainer.run import Run
 
 
 def train(run: Run) -> None:
     """Trains until `run.total_steps`. Raises the error that stops the run, on every rank."""
-    config = run.config
     policy = run.policy
     critic = run.critic
     rollouts = run.rollouts
@@ -23,7 +22,7 @@ def train(run: Run) -> None:
     with run.training():
         while policy.step < run.total_steps:
             run.begin_step()
-            batch = Batch.of(rollouts.next(policy.step), config, policy.step)
+            batch = shared_batch(rollouts.next(policy.step), policy)
 
             # The report of a stalled run names this place.
             watchdog.at(f"the update of step {policy.step + 1}")

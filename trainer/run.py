@@ -150,7 +150,7 @@ class Run:
         return OutOfMemory(
             f"rank {rank} is out of {memory} in step {self.policy.step + 1}: {error}",
             field="trainer.micro_batch_tokens",
-            value=self.config.trainer.micro_batch_tokens,
+            value=self.policy.config.trainer.pass_tokens,
             remedy=f"{remedy}, shorten answers (sampling.max_new_tokens), or spread the models "
             "over more ranks (parallel.shard_size); `rlhf doctor` computes what fits",
         )

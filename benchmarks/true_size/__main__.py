@@ -86,7 +86,6 @@ def settings(case: Case, options: Any, directory: Path) -> dict[str, Any]:
         "sampling": {
             "group_size": case.group_size,
             "max_new_tokens": case.tokens,
-            "request_timeout_s": options.limit / options.clock,
         },
         "reward": {"workers": 2},
         "trainer": {
@@ -97,12 +96,13 @@ def settings(case: Case, options: Any, directory: Path) -> dict[str, Any]:
             "packing": "on",
             "routing_replay": case.top_k > 0,
         },
+        "limits": {"service_timeout_s": options.limit / options.clock},
         "checkpoint": {"every": 0},
         "evaluation": {"samples": 0},
         "parallel": {"shard_size": 1},
     }
     if case.turns:
-        found["environment"] = {"turns": case.turns, "deadline_s": 3600.0}
+        found["environment"] = {"turns": case.turns}
     return found
 
 
@@ -209,7 +209,12 @@ def main() -> None:
     parser.add_argument("--engines", type=positive, default=2, help="processes of engines")
     parser.add_argument("--ranks", type=positive, default=2, help="processes of ranks")
     parser.add_argument("--steps", type=positive, default=4, help="the first is not counted")
-    parser.add_argument("--limit", type=float, default=600.0, help="sampling.request_timeout_s")
+    parser.add_argument(
+        "--limit",
+        type=float,
+        default=600.0,
+        help="limits.service_timeout_s",
+    )
     parser.add_argument("--keep", type=Path, help="a new directory for the run, which is kept")
     options = parser.parse_args()
     case = BY_NAME[options.case]

@@ -114,13 +114,13 @@ def replace_model(device: Device, record: Path) -> None:
     from learning import micro_batch_passes as passes
     from learning.optimizer import Optimizer
     from learning.ranks import Ranks
-    from trainer.algorithms.batch import Batch
+    from trainer.algorithms.batch import Batch, MicroBatch
     from trainer.policy import learn as learning_step
     from trainer.run import Run
     from trainer.weights.sync import WeightSync
 
     def backward(self: Policy, micro: Any, **_: Any) -> torch.Tensor:
-        device.launch(micro.tokens.input_ids.numel())
+        device.launch(micro.inputs.tokens.input_ids.numel())
         return torch.full_like(micro.rollout_logprobs, -0.5)
 
     class NoScores:
@@ -138,14 +138,15 @@ def replace_model(device: Device, record: Path) -> None:
 
     _recorded_take(device)
     _recorded(Rollouts, "next", "wait", device)
-    _recorded(Ranks, "broadcast", "share", device)
+    for name in ("broadcast", "scatter", "collect"):
+        _recorded(Ranks, name, "share", device)
     _recorded(Batch, "of", "batch", device)
     _recorded(learning_step, "compute_advantages", "advantages", device)
     _recorded(WeightSync, "gather", "publish", device)
     _recorded(WeightSync, "publish", "publish", device)
     _recorded(Run, "end_step", "record", device)
     _recorded(passes, "micro_batches", "pack", device)
-    _recorded(Policy, "_micro_batch", "pack", device)
+    _recorded(MicroBatch, "of", "pack", device)
 
     inner = Run.end_step
 

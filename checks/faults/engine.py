@@ -339,7 +339,7 @@ def engine_nan_logprobs(lab: Lab) -> None:
     r"generat|rollout",
     r"no answer|timed? ?out|within|not answer",
     reported="https://github.com/huggingface/trl/issues/3467",
-    timeout="sampling.request_timeout_s",
+    timeout="limits.service_timeout_s",
     timeout_s=_LIMIT_S,
 )
 def engine_hangs(lab: Lab) -> None:
@@ -359,7 +359,7 @@ def engine_hangs(lab: Lab) -> None:
             return await self.inner.handle_async_request(request)
 
     config = lab.settings(
-        sampling__request_timeout_s=_LIMIT_S, limits__max_failed_groups=_NONE_IN_A_ROW
+        limits__service_timeout_s=_LIMIT_S, limits__max_failed_groups=_NONE_IN_A_ROW
     )
     lab.log(config)
     train_in_process(config, rollout_transport=Hangs)

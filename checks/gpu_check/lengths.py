@@ -95,7 +95,7 @@ def _groups(config: Config, number: int) -> list[Group]:
     rng = np.random.default_rng(number)
     shape = json.loads((Path(config.model.name) / "config.json").read_text(encoding="utf-8"))
     vocabulary = shape["vocab_size"]
-    room = config.trainer.micro_batch_tokens
+    room = config.trainer.pass_tokens
     samples = config.sampling.group_size
     count = int(rng.integers(1, 5))
     share = room // count

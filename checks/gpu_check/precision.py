@@ -11,7 +11,8 @@ from torch import Tensor
 from benchmarks.update import full_groups
 from checks.gpu_check.harness import Findings
 from checks.gpu_check.setting import Setting
-from learning.layout import moved
+from common.settings.sections import OptimizerSection
+from learning.layout import Packing, moved
 from learning.optimizer import Optimizer
 from trainer.policy.scorer import Scorer, load_model
 
@@ -30,8 +31,8 @@ def correctness(found: Findings, setting: Setting) -> None:
         for group in groups
         for completion in group.completions
     ]
-    exact = _scored(setting, config, rows, bfloat16=False)
-    low = _scored(setting, config, rows, bfloat16=True)
+    exact = scored(setting, config, rows, bfloat16=False)
+    low = scored(setting, config, rows, bfloat16=True)
     apart = (low["logprobs"] - exact["logprobs"]).abs()
     found.at_most(
         "bfloat16 compared with float32: mean |Δ log-probability|", float(apart.mean()), 0.01
@@ -43,11 +44,11 @@ def correctness(found: Findings, setting: Setting) -> None:
     found.at_most("bfloat16 compared with float32: mean |Δ entropy|", float(entropy.mean()), 0.01)
     found.at_least(
         "bfloat16 compared with float32: cosine of the gradients",
-        _cosine(low["gradients"], exact["gradients"]),
+        cosine(low["gradients"], exact["gradients"]),
         0.99,
     )
     worst = min(
-        (_cosine([a], [b]) for a, b in zip(low["gradients"], exact["gradients"], strict=True)),
+        (cosine([a], [b]) for a, b in zip(low["gradients"], exact["gradients"], strict=True)),
         default=1.0,
     )
     found.claim(
@@ -60,12 +61,16 @@ def correctness(found: Findings, setting: Setting) -> None:
     )
 
 
-def _scored(
-    setting: Setting, config: Any, rows: list[tuple[Any, Any]], bfloat16: bool
+def scored(
+    setting: Setting,
+    config: Any,
+    rows: list[tuple[Any, Any]],
+    bfloat16: bool,
+    packing: Packing = "on",
 ) -> dict[str, Any]:
     """Returns scores, gradients and the change of the weights by one step."""
     model = load_model(config.model).to(setting.device).train()
-    scorer = Scorer(model, "on")
+    scorer = Scorer(model, packing)
     prompts = [prompt for prompt, _ in rows]
     completions = [completion for _, completion in rows]
     layout = moved(scorer.layout.of(prompts, completions), setting.device)
@@ -77,7 +82,7 @@ def _scored(
     parameters = [parameter for parameter in model.parameters() if parameter.grad is not None]
     gradients = _copied([parameter.grad for parameter in parameters])
     before = _copied(parameters)
-    Optimizer(model, (0.9, 0.999), 0.0, 1.0).step(_RATE)
+    Optimizer(model, OptimizerSection(adam_betas=(0.9, 0.999))).step(_RATE)
     moves = [
         parameter.detach().float() - old for parameter, old in zip(parameters, before, strict=True)
     ]
@@ -97,7 +102,8 @@ def _dot(one: list[Tensor], other: list[Tensor]) -> float:
     return sum(float((a.double() * b.double()).sum()) for a, b in zip(one, other, strict=True))
 
 
-def _cosine(one: list[Tensor], other: list[Tensor]) -> float:
+def cosine(one: list[Tensor], other: list[Tensor]) -> float:
+    """Returns the cosine of all numbers of two lists of tensors."""
     dot = _dot(one, other)
     left = _dot(one, one)
     right = _dot(other, other)

@@ -79,6 +79,9 @@ _THIRD = {
         "packed lengths that change from micro-batch to micro-batch", "lengths", "changing", 200
     ),
     "moe": Section("layers of Qwen3-30B-A3B with grouped products", "moe", "measure", 150),
+    "hybrids": Section(
+        "packed rows of linear layers, sinks and caps", "hybrids", "correctness", 180
+    ),
     "publish": Section("publishing, parking and restoring", "publishing", "measure", 120),
     "checksums": Section("checksums on the device", "checksums", "measure", 180),
     "nccl": Section("a broadcast of weights between two processes", "broadcast", "measure", 90),

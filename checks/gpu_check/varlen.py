@@ -1,5 +1,7 @@
 """Compares attention over packed rows with plain attention in float32, forward and backward."""
 
+from typing import NamedTuple
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -7,18 +9,43 @@ from torch import Tensor
 from checks.gpu_check.harness import Findings
 from checks.gpu_check.setting import Setting
 from learning import attention
-from learning.attention import Segments
+from learning.attention import Scores, Segments
 from learning.layout import moved
 
 _FORWARD = 0.01
 _BACKWARD = 0.02
 """Largest error, relative to the norm of the exact result: a few of bfloat16's steps of 0.4 %."""
-_CASES = [  # heads, heads of keys and values, window, whether completions share a prompt
-    (8, 8, None, False),
-    (8, 2, None, False),
-    (8, 2, 100, False),
-    (14, 2, None, True),
-    (8, 2, 100, True),
+
+
+class _Case(NamedTuple):
+    heads: int
+    kv_heads: int
+    window: int | None = None
+    shared: bool = False
+    """Whether completions share a prompt."""
+    sinks: bool = False
+    narrow: bool = False
+    """Whether values have half the size of keys."""
+
+    @property
+    def name(self) -> str:
+        parts = [f"{self.heads}/{self.kv_heads} heads"]
+        parts += [f"window {self.window}"] if self.window else []
+        parts += ["shared prompts"] if self.shared else []
+        parts += ["sinks"] if self.sinks else []
+        parts += ["values of half the size"] if self.narrow else []
+        return ", ".join(parts)
+
+
+_CASES = [
+    _Case(8, 8),
+    _Case(8, 2),
+    _Case(8, 2, window=100),
+    _Case(14, 2, shared=True),
+    _Case(8, 2, window=100, shared=True),
+    _Case(8, 2, shared=True, sinks=True),
+    _Case(8, 2, window=100, sinks=True),
+    _Case(8, 8, shared=True, narrow=True),
 ]
 
 
@@ -27,24 +54,17 @@ def correctness(found: Findings, setting: Setting) -> None:
     128 and 256.
     """
     for size in (64, 128, 256):
-        for heads, kv_heads, window, shared in _CASES:
-            name = f"head size {size}, {heads}/{kv_heads} heads"
-            if window:
-                name += f", window {window}"
-            if shared:
-                name += ", shared prompts"
-            segments, pairs = _segments(setting, shared)
+        for case in _CASES:
+            segments, pairs = _segments(setting, case.shared)
             try:
-                result, *gradients = _errors(
-                    setting, segments, pairs, (heads, kv_heads, size), window
-                )
+                result, *gradients = _errors(setting, segments, pairs, size, case)
                 measured = f"{result:.2%} and {max(gradients):.2%}"
                 holds = result <= _FORWARD and max(gradients) <= _BACKWARD
             except RuntimeError as error:  # a kernel that refuses one size may accept others
                 measured = str(error).splitlines()[0]
                 holds = False
             found.claim(
-                f"packed attention, {name}: errors of result and gradients",
+                f"packed attention, head size {size}, {case.name}: errors of result and gradients",
                 "≤ 1 % and 2 %",
                 measured,
                 holds,
@@ -96,28 +116,30 @@ def _errors(
     setting: Setting,
     segments: Segments,
     places: list[tuple[slice, list[slice]]],
-    shape: tuple[int, int, int],
-    window: int | None,
+    size: int,
+    case: _Case,
 ) -> list[float]:
-    """Returns the relative errors of the result and of the gradients of queries, keys and
-    values.
+    """Returns the relative errors of the result and of the gradients of queries, keys, values and
+    sinks.
     """
     torch.manual_seed(0)
-    heads, kv_heads, size = shape
     length = places[-1][0].stop
-    made = [
-        torch.randn(length, count, size, device=setting.device).bfloat16()
-        for count in (heads, kv_heads, kv_heads)
+    values = size // 2 if case.narrow else size
+    shapes = [
+        (length, case.heads, size),
+        (length, case.kv_heads, size),
+        (length, case.kv_heads, values),
+        *([(case.heads,)] if case.sinks else []),
     ]
-    upper = torch.randn(length, heads, size, device=setting.device).bfloat16()
+    made = [torch.randn(shape, device=setting.device).bfloat16() for shape in shapes]
+    upper = torch.randn(length, case.heads, values, device=setting.device).bfloat16()
     low = [each.to(torch.bfloat16, copy=True).requires_grad_() for each in made]
     exact = [each.to(torch.float32, copy=True).requires_grad_() for each in made]
     attend = attention._attend_segments if setting.on_gpu else attention._attend_rows
-    result = attend(
-        query=low[0], key=low[1], value=low[2], segments=segments, scaling=None, window=window
-    )
+    scores = Scores(size**-0.5, window=case.window, sinks=low[3] if case.sinks else None)
+    result = attend(low[0], low[1], low[2], segments, scores)
     result.backward(upper)
-    wanted = _plain(query=exact[0], key=exact[1], value=exact[2], places=places, window=window)
+    wanted = _plain(exact, places=places, window=case.window)
     wanted.backward(upper.float())
     pairs = [
         (result, wanted),
@@ -127,13 +149,12 @@ def _errors(
 
 
 def _plain(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    places: list[tuple[slice, list[slice]]],
-    window: int | None,
+    tensors: list[Tensor], places: list[tuple[slice, list[slice]]], window: int | None
 ) -> Tensor:
-    """Returns attention by its definition, one segment at a time."""
+    """Returns attention by its definition, one segment at a time: of queries, keys, values and, if
+    there are any, sinks.
+    """
+    query, key, value, *sinks = tensors
     results = []
     for own, of_keys in places:
         q = query[own].transpose(0, 1)
@@ -145,7 +166,10 @@ def _plain(
         behind = of_queries[:, None] - torch.arange(k.shape[1], device=q.device)
         hidden = (behind < 0) | (behind >= (window or k.shape[1]))
         scores = (q @ k.transpose(1, 2) * q.shape[-1] ** -0.5).masked_fill(hidden, float("-inf"))
-        results.append((scores.softmax(-1) @ v).transpose(0, 1))
+        for sink in sinks:
+            column = sink[:, None, None].expand(-1, scores.shape[1], 1)
+            scores = torch.cat([scores, column], -1)
+        results.append((scores.softmax(-1)[..., : k.shape[1]] @ v).transpose(0, 1))
     return torch.cat(results)
 
 

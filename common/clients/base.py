@@ -13,8 +13,8 @@ import ssl
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from functools import lru_cache
-from typing import Any, Self, TypeVar
+from functools import cache, lru_cache
+from typing import Any, NamedTuple, Self, TypeVar
 
 import httpx
 from pydantic import BaseModel, TypeAdapter, ValidationError
@@ -25,25 +25,29 @@ from common.errors import ServiceError, ServiceLost, Unauthorized, shorten
 from common.process import logs, progress, watchdog
 from common.process.progress import Progress
 from common.process.security import authorization
-from common.wire.attempts import ASKED_ATTEMPT, ATTEMPT, WORKING
+from common.wire.attempts import ASKED_ATTEMPT, ATTEMPT, PROGRESS, WORKING
 from common.wire.store_mark import STORE_HEADER, StoreMark
 
 log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 _RETRIED_STATUSES = frozenset({429, 502, 503, 504, 507})
+_FULL = frozenset({429, 503})
+"""Among these, the statuses of a service that has too much to do, or does not serve yet."""
 _NETWORK_ERRORS = (httpx.TransportError, TimeoutError, OSError)
 _MAX_BACKOFF_S = 1.0
-_GRACE_S = 1.0
-"""Time for a socket's own limits to come first: their errors say more. They cover neither sending
-nor names nor a trickle of bytes."""
+_MAX_LOST = 3
+"""So many attempts may fail although their service got on with them: a request that makes engines
+crash would be repeated for ever."""
 _WARN_EVERY_S = 10.0
 _SILENT_S = 10.0
-"""After so many seconds without a byte, a client asks whether the service works on its request."""
+"""After so many seconds without a byte, or a quarter of the call's time, a client asks whether the
+service works on its request."""
 _SAY_AFTER_S = 60.0
 """A call that its service may well work on is said after so long, and then ever less often."""
 _PROGRESS_BYTES = 16 << 10
 """So many further bytes of a body, sent or received, begin the time of a call again."""
 _url = lru_cache(256)(httpx.URL)
+_adapter: Callable[[Any], TypeAdapter[Any]] = cache(TypeAdapter)
 
 
 class Unreachable(ServiceError):
@@ -72,9 +76,20 @@ async def _with_id(request: httpx.Request) -> None:
     request.headers.update(logs.sent_headers())
 
 
+class Look(NamedTuple):
+    """What is known of a request that has no answer yet."""
+
+    works: bool | None = None
+    """Whether its service works on it; None when it does not say."""
+    progress: int | None = None
+    """A number that grows as long as the service gets on with its work; None when it does not
+    say."""
+
+
 class _Patience:
     """The time of one call, all its attempts together: `limit_s` seconds, which begin again with
-    every further piece of a body. What a repeated attempt sends or receives again does not count.
+    every further piece of a body, and whenever the service has got on with its work. What a
+    repeated attempt sends or receives again does not count.
 
     `math.inf`: whoever calls ends the call.
     """
@@ -84,6 +99,12 @@ class _Patience:
         self._ends = time.monotonic() + limit_s
         self._most = 0
         self._attempt: asyncio.Timeout | None = None
+        self._progress: int | None = None
+        """How far the service was with its work, as of the last look."""
+        self._was_worked_on = False
+        """Whether the service got on while it had this attempt."""
+        self._lost = 0
+        """Attempts that failed although it did."""
         self.moved_at = 0.0
         """When the last byte of a body moved."""
 
@@ -92,15 +113,23 @@ class _Patience:
         return self._ends - time.monotonic()
 
     @property
+    def silent_s(self) -> float:
+        """Seconds of silence after which the service is asked what it does, and asked again: often
+        enough that a call which it works on does not run out of time.
+        """
+        return min(_SILENT_S, self._limit_s / 4)
+
+    @property
     def timeout(self) -> httpx.Timeout:
-        """The limits of the next attempt's socket."""
-        left = self.left_s
-        return httpx.Timeout(left if left < math.inf else None, connect=min(left, 10))
+        """The limits of the next attempt's socket, which may be silent as long as the attempt."""
+        return httpx.Timeout(None, connect=min(self.left_s, 10))
 
     def attempt(self) -> asyncio.Timeout:
         """Returns the limit of an attempt as a whole."""
         left = self.left_s
-        self._attempt = asyncio.timeout(left + _GRACE_S if left < math.inf else None)
+        self._attempt = asyncio.timeout(left if left < math.inf else None)
+        self._lost += self._was_worked_on
+        self._was_worked_on = False
         return self._attempt
 
     def end_attempt(self) -> None:
@@ -111,13 +140,35 @@ class _Patience:
     def moved(self, size: int) -> None:
         """Records that `size` bytes of this attempt's bodies were sent or received."""
         self.moved_at = time.monotonic()
-        if size < self._most + _PROGRESS_BYTES or self._limit_s == math.inf:
+        if size >= self._most + _PROGRESS_BYTES:
+            self._most = size
+            self._begin_again()
+
+    def saw(self, progress_of_service: int | None, *, has_attempt: bool) -> None:
+        """Records how far the service is with its work, of which this attempt is a part, or which
+        it does before it takes the call.
+        """
+        before = self._progress
+        if progress_of_service is None:
             return
-        self._most = size
+        self._progress = progress_of_service
+        if before is None or progress_of_service <= before:
+            return
+        progress.others_moved()
+        if has_attempt:
+            self._was_worked_on = True
+        else:
+            self._attempt = None  # it is over
+        if self._lost < _MAX_LOST:
+            self._begin_again()
+
+    def _begin_again(self) -> None:
+        if self._limit_s == math.inf:
+            return
         self._ends = time.monotonic() + self._limit_s
         if self._attempt is not None and not self._attempt.expired():
             now = asyncio.get_running_loop().time()
-            self._attempt.reschedule(now + self._limit_s + _GRACE_S)
+            self._attempt.reschedule(now + self._limit_s)
 
 
 class _Unhealthy(BaseModel):
@@ -185,8 +236,9 @@ class Client:
         self, method: str, path: str, *, deadline_s: float | None = None, **arguments: Any
     ) -> httpx.Response:
         """Sends a request, with retries, until it succeeds or its deadline passes; honours
-        Retry-After. A large body may take longer, as long as its bytes move. An attempt on which
-        the service does not work, as it says over another connection, is ended before.
+        Retry-After. It may take longer as long as the bytes of a large body move, or as the service
+        says over another connection that it works on the request and gets on. An attempt on which
+        it does not work is ended before.
 
         All attempts share a request id (`common.process.logs`). Raises Unreachable at the deadline,
         and ServiceError for a response that is not 2xx and not worth a retry.
@@ -210,6 +262,7 @@ class Client:
         delay = 0.05
         reason = ""
         problem: Problem = "silent"
+        looked = start
 
         while patience.left_s > 0:
             retry_after_s = 0.0
@@ -226,7 +279,7 @@ class Client:
                 self._check_trust(error)
                 # An attempt that the deadline cut off says less than the one before.
                 if not reason or patience.left_s > 0:
-                    reason = str(error) or type(error).__name__
+                    reason = str(error) or "no answer"
                     problem = problem_of(error)
             else:
                 self._answered = True
@@ -238,6 +291,10 @@ class Client:
                 reason = _retry_reason(response)
                 problem = problem_of_status(response.status_code)
                 retry_after_s = parse_retry_after(response)
+                is_full = response.status_code in _FULL
+                if is_full and time.monotonic() - looked >= patience.silent_s:
+                    looked = time.monotonic()
+                    patience.saw((await self._look(attempt)).progress, has_attempt=False)
 
             self._warn(start, f"{method} {path}: {reason}", problem)
             # With jitter: hundreds of clients that lost the same service must not return at once.
@@ -270,7 +327,7 @@ class Client:
         def begin() -> None:
             tasks.append(asyncio.create_task(self._watch_attempt(attempt, call, patience, start)))
 
-        timer = asyncio.get_running_loop().call_later(_SILENT_S, begin)
+        timer = asyncio.get_running_loop().call_later(patience.silent_s, begin)
         try:
             yield
         finally:
@@ -282,16 +339,19 @@ class Client:
         self, attempt: str, call: str, patience: _Patience, start: float
     ) -> None:
         """Says that a call waits, and ends its attempt when the service does not work on it: the
-        request or its answer was lost, or the connection leads nowhere.
+        request or its answer was lost, or the connection leads nowhere. While the service gets on
+        with it, its time does not run out.
         """
         say_at = start + _SAY_AFTER_S
         lost = 0
         while True:
-            works = await self._works_on(attempt)
+            works, got_to = await self._look(attempt)
             now = time.monotonic()
+            if works is not False:
+                patience.saw(got_to, has_attempt=True)
             # While bytes move the request has not arrived as a whole, and the service does not know
             # it yet.
-            if works is False and now - patience.moved_at >= _SILENT_S:
+            if works is False and now - patience.moved_at >= patience.silent_s:
                 lost += 1
                 self._warn(start, f"{call}, on which it does not work: trying another connection")
                 if lost > 1:  # not a request that was just on its way
@@ -302,20 +362,20 @@ class Client:
             if works is None and now >= say_at:
                 self._warn(start, f"{call}; its connection is silent")
                 say_at = now + (now - start)
-            await asyncio.sleep(_SILENT_S)
+            await asyncio.sleep(patience.silent_s)
 
-    async def _works_on(self, attempt: str) -> bool | None:
-        """Asks the service, over another connection, whether it works on an attempt; None when it
-        does not say.
-        """
-        if isinstance(self._transport, httpx.ASGITransport):
-            return None  # there is no connection
+    async def _look(self, attempt: str) -> Look:
+        """Asks the service, over another connection, whether it works on an attempt and gets on."""
         try:
             answer = await self.http.get("/health", headers={ASKED_ATTEMPT: attempt}, timeout=5)
         except _NETWORK_ERRORS:
-            return None
+            return Look()
         said = answer.headers.get(ASKED_ATTEMPT)
-        return None if said is None else said == WORKING
+        got_to = answer.headers.get(PROGRESS, "")
+        return Look(
+            works=None if said is None else said == WORKING,
+            progress=int(got_to) if got_to.isdecimal() else None,
+        )
 
     def _warn(self, start: float, text: str, problem: Problem = "silent") -> None:
         """Logs that a call has waited since `start`: one line for all calls that wait."""
@@ -420,7 +480,8 @@ class Client:
         """
         response = await self.request(method, path, **arguments)
         try:
-            return TypeAdapter(answer).validate_json(response.content)
+            adapter: TypeAdapter[_T] = _adapter(answer)
+            return adapter.validate_json(response.content)
         except ValidationError as error:
             first = error.errors()[0]
             raise ServiceError(

@@ -55,6 +55,11 @@ class Network(httpx.AsyncBaseTransport):
         )
         with _httpx_errors():
             answer = await call.__aenter__()
+            # A stream of its own costs more than the rest of a small answer.
+            if (answer.content_length or _READ_BYTES) < _READ_BYTES:
+                body = await answer.read()
+                moved(len(content) + len(body))
+                return httpx.Response(answer.status, headers=answer.raw_headers, content=body)
         stream = _Body(answer, len(content), moved)
         return httpx.Response(answer.status, headers=answer.raw_headers, stream=stream)
 

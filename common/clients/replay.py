@@ -27,8 +27,8 @@ class ReplayClient(Client):
         return int(answer.json()["added"])
 
     async def take(self, request: TakeRequest) -> TakenGroups:
-        """Returns `count` fresh groups, leased until `ack`; none when there are fewer after
-        `wait_s` seconds.
+        """Returns `count` fresh groups, or their ids, leased until `ack`; none when there are fewer
+        after `wait_s` seconds.
         """
         return await self._groups("/groups/take", request, TakenGroups)
 

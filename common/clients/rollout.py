@@ -4,6 +4,8 @@ import asyncio
 import base64
 import logging
 from collections.abc import Mapping, Sequence
+from concurrent.futures import BrokenExecutor, Executor
+from functools import partial
 from itertools import chain
 from typing import Any, NotRequired, TypedDict, Unpack
 
@@ -11,8 +13,9 @@ import httpx
 import numpy as np
 import orjson
 
-from common.clients.base import Client
-from common.errors import NotFound, ServiceError
+from common.clients.base import Look
+from common.clients.engines import GeneratingClient
+from common.errors import NotFound, ServiceError, ServiceLost
 from common.wire.codec import without_collection
 from common.wire.schemas import Completion, Float32, Int32, UInt8
 
@@ -62,10 +65,9 @@ class SamplingOptions(TypedDict):
     """Further parameters by SGLang's names: `top_p`, `stop`, …"""
     routed_experts: NotRequired[bool]
     """Request the experts that computed each token, for routing replay."""
-    deadline_s: NotRequired[float | None]
 
 
-class RolloutClient(Client):
+class RolloutClient(GeneratingClient):
     """The router in front of the engines (SGLang's HTTP API)."""
 
     adapter: tuple[str, int] | None = None
@@ -82,6 +84,8 @@ class RolloutClient(Client):
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
+        self.readers: Executor | None = None
+        """Processes that turn answers into completions; None: the event loop does."""
         self._parsing_ends = 0.0
         self._parsing_over = False
 
@@ -96,15 +100,24 @@ class RolloutClient(Client):
         """
         name, version = self.adapter or (None, None)  # read once: it changes from another thread
         contents = await self._contents(input_ids, options, name)
+        read = partial(
+            _completions,
+            contents,
+            version,
+            n=options["n"],
+            truncated=_truncates(options),
+            routed=options.get("routed_experts", False),
+        )
+        if self.readers is not None:
+            try:
+                return await asyncio.get_running_loop().run_in_executor(self.readers, read)
+            except BrokenExecutor as error:
+                raise ServiceLost(
+                    "the process that reads the engines' answers has died",
+                    remedy="give the trainer's pod more memory if it was killed for that",
+                ) from error
         await self._may_parse()
-        completions = []
-        with without_collection():  # until the answers' lists are freed
-            for answer in _parsed(contents, options["n"]):
-                completion = completion_from_answer(answer, version, _truncates(options))
-                if options.get("routed_experts"):
-                    completion.routed_experts = _routed_experts(answer["meta_info"], completion)
-                completions.append(completion)
-        return completions
+        return read()
 
     async def answers(
         self,
@@ -207,9 +220,14 @@ class RolloutClient(Client):
             "/generate",
             content=orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY),
             headers={"content-type": "application/json"},
-            deadline_s=options.get("deadline_s"),
         )
         return response.content
+
+    async def _look(self, attempt: str) -> Look:
+        loads = await self._loads()
+        # The router waits for ever for an engine whose machine is gone.
+        is_lost = bool(loads) and all(load.is_idle for load in loads or [])
+        return Look(works=False if is_lost else None, progress=self.engines.progress)
 
     def _is_retryable(self, response: httpx.Response) -> bool:
         """Also retries the router's 500, when its attempts met engines that just died, and smg's
@@ -235,6 +253,20 @@ class RolloutClient(Client):
                     # Not found: already removed, perhaps by an attempt whose answer was lost.
                     if error.status != NotFound.status:
                         raise
+
+
+def _completions(
+    contents: list[bytes], version: int | None, *, n: int, truncated: bool, routed: bool
+) -> list[Completion]:
+    """Returns the completions in the answers to a request; `version` is of its LoRA adapter."""
+    completions = []
+    with without_collection():  # until the answers' lists are freed
+        for answer in _parsed(contents, n):
+            completion = completion_from_answer(answer, version, truncated)
+            if routed:
+                completion.routed_experts = _routed_experts(answer["meta_info"], completion)
+            completions.append(completion)
+    return completions
 
 
 def _truncates(options: SamplingOptions) -> bool:

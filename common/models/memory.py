@@ -9,6 +9,8 @@ both with a rehearsed update. The overhead of torch, NCCL and CUDA is a guess.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from itertools import product
+from operator import itemgetter
 from typing import Any, Literal, NamedTuple
 
 from common.errors import ConfigError
@@ -283,7 +285,7 @@ def pass_tokens(config: Config) -> int:
     """
     together = config.parallel.context_size
     longest = -(-config.sampling.max_new_tokens // together)
-    return max(config.trainer.micro_batch_tokens, longest)
+    return max(config.trainer.pass_tokens, longest)
 
 
 def trainer_memory(
@@ -312,6 +314,7 @@ def trainer_memory(
     frozen = shape.parameters if lora.rank else 0
     on_gpu = not parallel.offload_optimizer
     master = _MASTER * trained // size if on_gpu else 0
+    moments = state_bytes(config) - _MASTER
     whole_model = _MASTER * shape.parameters // size
 
     second_model = config.algorithm.kl_coef > 0 and (not lora.rank or config.model.reference != "")
@@ -335,13 +338,21 @@ def trainer_memory(
     return TrainerMemory(
         weights=master + (width * frozen // size if on_gpu else 0),
         gradients=master,
-        optimizer=2 * master,
+        optimizer=master * moments // _MASTER,
         reference=whole_model if has_reference else 0,
         # Weights, gradients and AdamW's two moments.
-        critic=4 * whole_model if has_critic else 0,
+        critic=whole_model * (2 * _MASTER + moments) // _MASTER if has_critic else 0,
         **peak._asdict(),
         overhead=_OVERHEAD,
     )
+
+
+def state_bytes(config: Config) -> int:
+    """Returns the bytes of a trained parameter in a checkpoint: the float32 weight and AdamW's two
+    moments.
+    """
+    moment = 2 if config.optimizer.moments == "bfloat16" else _MASTER
+    return _MASTER + 2 * moment
 
 
 def _number_bytes(config: Config) -> int:
@@ -461,44 +472,91 @@ def _peaks(
     ]
 
 
-_FASTEST_FIRST: tuple[tuple[bool | Literal["selective"], bool], ...] = (
-    (False, False),
-    (False, True),
-    ("selective", False),
-    ("selective", True),
-    (True, False),
-    (True, True),
-)
-"""Values of `trainer.activation_checkpointing` and `parallel.reshard_after_forward`: recomputing
-costs more than gathering again, which overlaps with computation."""
+_CHECKPOINTING: dict[bool | Literal["selective"], float] = {
+    False: 1.0,
+    "selective": 1.01,
+    True: 1.3,
+}
+"""Seconds of an update with each value of `trainer.activation_checkpointing`, of those in which
+nothing is recomputed, as `benchmarks.roofline` predicts them."""
+_FIXED_TOKENS = {False: 1200, True: 1800}
+"""What a pass costs beside its tokens, in tokens, with each value of
+`parallel.reshard_after_forward`: casts and copies of weights and gradients, and smaller products
+(fitted to `benchmarks.roofline` for 7B in passes of 4,096 to 12,288 tokens)."""
+_PASSES = (2048, 4096, 8192, 16_384, 32_768)
+"""Tokens of passes that short answers fill."""
+_LONG_ANSWER = 4096
+"""From this length on, in tokens, answers leave much of a pass empty that is no multiple of it."""
+LONG_PROMPT = 512
+"""Tokens of a long prompt."""
+
+
+def full_pass(config: Config, answers: int) -> int:
+    """Returns the tokens that a rank computes in a pass of so many of the longest answers, and
+    their prompt.
+    """
+    row_tokens = answers * config.sampling.max_new_tokens + LONG_PROMPT
+    return -(-row_tokens // config.parallel.context_size)
+
+
+def answers_of_pass(config: Config) -> int:
+    """Returns how many of the longest answers fit a pass; 1 where an answer is longer, since it is
+    never cut.
+    """
+    answers = 1
+    while full_pass(config, answers + 1) <= config.trainer.pass_tokens:
+        answers += 1
+    return answers
+
+
+def _passes(config: Config) -> list[int]:
+    """Returns the passes among which `trainer.micro_batch_tokens` `auto` chooses."""
+    if config.trainer.micro_batch_tokens != "auto":
+        return [config.trainer.pass_tokens]
+    longest = config.sampling.max_new_tokens
+    if longest < _LONG_ANSWER:
+        return list(_PASSES)
+    room = _PASSES[-1] * config.parallel.context_size - LONG_PROMPT
+    most = max(1, room // longest)
+    return [full_pass(config, answers) for answers in range(1, most + 1)]
 
 
 def fastest_fit(shape: ModelShape, config: Config, ranks: int, room: float) -> Config:
-    """Returns the configuration with what is `auto` in `trainer.activation_checkpointing` and
-    `parallel.reshard_after_forward` decided: as fast as an update in `room` bytes can be, or as
-    small as it gets when none fits.
+    """Returns the configuration with what is `auto` in `trainer.activation_checkpointing`,
+    `parallel.reshard_after_forward` and `trainer.micro_batch_tokens` decided: as fast as an update
+    in `room` bytes can be, or as small as it gets when none fits.
     """
-    parallel = config.parallel
     of_trainer = config.algorithm.needs_critic and config.critic.location == "trainer"
-    decided = config
-    for checkpointing, reshard in _FASTEST_FIRST:
-        if config.trainer.activation_checkpointing not in ("auto", checkpointing):
+    set_checkpointing = config.trainer.activation_checkpointing
+    set_reshard = config.parallel.reshard_after_forward
+    fitting: list[tuple[float, Config]] = []
+    others: list[tuple[int, Config]] = []
+    for checkpointing, reshard, tokens in product(_CHECKPOINTING, _FIXED_TOKENS, _passes(config)):
+        if set_checkpointing not in ("auto", checkpointing):
             continue
-        if parallel.reshard_after_forward not in ("auto", reshard):
+        if set_reshard not in ("auto", reshard):
             continue
-        if parallel.reshard_after_forward == "auto" and not reshard and of_trainer:
+        if set_reshard == "auto" and not reshard and of_trainer:
             continue  # the weights of policy and critic would be gathered at the same time
-        decided = config.with_memory_use(checkpointing, reshard)
-        if trainer_memory(shape, decided, ranks).total <= room:
-            break
-    return decided
+        decided = config.with_memory_use(checkpointing, reshard, tokens)
+        needed = trainer_memory(shape, decided, ranks).total
+        seconds = _CHECKPOINTING[checkpointing] * (
+            1 + _FIXED_TOKENS[reshard] / pass_tokens(decided)
+        )
+        if needed <= room:
+            fitting.append((seconds, decided))
+        others.append((needed, decided))
+    return min(fitting or others, key=itemgetter(0))[1]
 
 
 def form(config: Config) -> str:
     """Returns what `fastest_fit` decides, by the names of the settings."""
     checkpointing = str(config.trainer.activation_checkpointing).lower()
     reshard = str(config.parallel.reshard_after_forward).lower()
-    return f"activation_checkpointing {checkpointing}, reshard_after_forward {reshard}"
+    return (
+        f"activation_checkpointing {checkpointing}, reshard_after_forward {reshard}, "
+        f"micro_batch_tokens {config.trainer.micro_batch_tokens}"
+    )
 
 
 def sums_once(trained: int, ranks: int) -> bool:
@@ -524,7 +582,7 @@ def trainer_host_bytes(shape: ModelShape, config: Config, ranks: int, ranks_per_
     colocate = config.rollout.colocate  # never combined with staleness
 
     # All of it on one node if the ranks share no disk.
-    checkpoint = 3 * _MASTER * trained
+    checkpoint = state_bytes(config) * trained
 
     published = trained if lora.publishes_adapter else shape.parameters
     copies = sum(
@@ -538,7 +596,9 @@ def trainer_host_bytes(shape: ModelShape, config: Config, ranks: int, ranks_per_
     if config.parallel.offload_optimizer:
         # Weights, gradients and AdamW's two moments, and the frozen model of an adapter.
         frozen = shape.parameters if lora.rank else 0
-        of_rank += (4 * _MASTER * trained + _number_bytes(config) * frozen) // size
+        of_rank += (
+            (state_bytes(config) + _MASTER) * trained + _number_bytes(config) * frozen
+        ) // size
 
     return checkpoint + copies * 2 * published + ranks_per_node * of_rank
 

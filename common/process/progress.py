@@ -66,6 +66,13 @@ def total(*, with_others: bool = False) -> int:
     return _total + _others if with_others else _total
 
 
+def of_others() -> int:
+    """Returns a number that grows as long as the services that this process waits for make
+    progress.
+    """
+    return _others
+
+
 class Progress:
     """A wait for `what` that is stuck when its number has not grown for `limit_s` seconds.
 

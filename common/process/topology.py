@@ -10,6 +10,7 @@
 Callers get names, not addresses: after a recovery the name is the same but its address is new.
 """
 
+import ctypes
 import os
 import re
 import sys
@@ -85,6 +86,18 @@ def hidden_gpus() -> bool:
     """
     first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0].strip()
     return not (first.isdecimal() or first.startswith(("GPU-", "MIG-")))
+
+
+def cuda_of_driver() -> int | None:
+    """Returns the newest CUDA that the driver supports, 13000 for 13.0; 0 if unknown, None without
+    a driver.
+    """
+    try:
+        library = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return None
+    found = ctypes.c_int(0)
+    return found.value if library.cuDriverGetVersion(ctypes.byref(found)) == 0 else 0
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """Checks that settings fit one another."""
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import reduce
 
 from common.settings.algorithm import LOSSES, TURN_ADVANTAGES, AlgorithmSection, preset
@@ -43,10 +43,11 @@ _SINGLE = (
     "trainer.routing_replay",
 )
 """Settings that, once they are set, need single completions."""
-_UNRECORDED = re.compile(
+_OWN_KERNELS = re.compile(
     r"--moe-runner-backend[= ](triton_kernel|flashinfer_trtllm|flashinfer_mxfp4)\b"
 )
-"""SGLang arguments for kernels that choose the experts themselves (of 0.5.21)."""
+"""SGLang arguments for kernels that choose the experts themselves, and that arrange the weights of
+the experts in another way (of 0.5.21). A B200 may run them."""
 _SEVERAL_NODES = frozenset({"--nnodes", "--node-rank", "--dist-init-addr", "--nccl-init-addr"})
 """SGLang arguments that spread an engine over nodes."""
 _NOT_WITH_BROADCASTS = {
@@ -81,8 +82,21 @@ _NOT_WITH_BROADCASTS = {
     ),
 }
 """SGLang arguments that do not go with `trainer.weight_sync distributed`, by the reason."""
-_FUSED = {"q_proj": ("k_proj", "v_proj"), "v_proj": ("q_proj",), "gate_proj": ("up_proj",)}
+_FUSED = {
+    "q_proj": ("k_proj", "v_proj"),
+    "v_proj": ("q_proj",),
+    "gate_proj": ("up_proj",),
+    "q_a_proj": ("kv_a_proj_with_mqa",),
+    "kv_a_proj_with_mqa": ("q_a_proj",),
+}
 """SGLang fuses these layers: an adapter that has one of the values must have the key too."""
+_ADAPTED = {
+    *("q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj", "out_proj"),
+    *("gate_proj", "up_proj", "gate_up_proj", "down_proj"),
+    *("q_a_proj", "kv_a_proj_with_mqa", "q_b_proj", "kv_b_proj"),
+    *("in_proj", "in_proj_qkvz"),
+}
+"""Layers for which SGLang 0.5.21 has adapters (`sglang/srt/lora/utils.py`)."""
 _NAME = re.compile(r"\{([a-z_.]+)\}")
 
 
@@ -232,6 +246,14 @@ def _engine_args(config: Settings) -> Iterator[str]:
                 "{rollout.tensor_parallel_size}: set rollout.tensor_parallel_size to a multiple of "
                 "it"
             )
+    rearranging = _OWN_KERNELS.search(" ".join(rollout.engine_args))
+    if distributed and rearranging:
+        yield (
+            f"rollout.engine_args has --moe-runner-backend {rearranging[1]}, whose kernels arrange "
+            "the experts in another way than they are sent, but with {trainer.weight_sync} the "
+            "trainer compares their checksums: leave it out, name triton, or set "
+            "trainer.weight_sync http"
+        )
     if distributed:
         for reason, refused in _NOT_WITH_BROADCASTS.items():
             for word in sorted(given.intersection(refused)):
@@ -327,7 +349,7 @@ def _sampling(config: Settings) -> Iterator[str]:
             "{rollout.router} removes that field from requests: leave rollout.router or "
             "trainer.routing_replay out"
         )
-    unrecorded = _UNRECORDED.search(" ".join(config.rollout.engine_args))
+    unrecorded = _OWN_KERNELS.search(" ".join(config.rollout.engine_args))
     if replays and unrecorded:
         yield (
             "{trainer.routing_replay} requires that SGLang reports the experts of every token, and "
@@ -466,16 +488,23 @@ def _lora(config: Settings) -> Iterator[str]:
             "lora.publish merged, or trainer.weight_sync http (or shared), which sends the "
             "adapter's two small files"
         )
-    named = set(config.lora.target_modules)
-    if config.rollout.engine == "sglang":
-        for needed, beside in _FUSED.items():
-            alone = named.intersection(beside)
-            if alone and needed not in named:
-                yield (
-                    f"lora.target_modules has {', '.join(sorted(alone))} without {needed}, and "
-                    "SGLang, which fuses these layers, would drop such an adapter: add "
-                    f"{needed}, or set lora.publish merged"
-                )
+    problem = unloadable_adapter(config.lora.target_modules)
+    if problem and config.rollout.engine == "sglang":
+        yield f"lora.target_modules {problem}: name other layers, or set lora.publish merged"
+
+
+def unloadable_adapter(layers: Iterable[str]) -> str:
+    """Returns why SGLang would not load an adapter of layers with these names; empty if it does."""
+    named = set(layers)
+    for needed, beside in _FUSED.items():
+        alone = named.intersection(beside)
+        if alone and needed not in named:
+            return (
+                f"has {', '.join(sorted(alone))} without {needed}, and SGLang, which fuses these "
+                "layers, would drop it"
+            )
+    unknown = sorted(named - _ADAPTED)
+    return f"has {', '.join(unknown)}, for which SGLang has no adapters" if unknown else ""
 
 
 def _all(section: type[Section], name: str, but: tuple[str, ...] = ()) -> list[str]:

@@ -73,11 +73,18 @@ class Config(Settings):
         check(self)
         return self
 
-    def with_memory_use(self, checkpointing: bool | str, reshards: bool) -> "Config":
-        """Returns a copy with what `auto` of `trainer.activation_checkpointing` and
-        `parallel.reshard_after_forward` means on a machine.
+    def with_memory_use(
+        self, checkpointing: bool | str, reshards: bool, pass_tokens: int
+    ) -> "Config":
+        """Returns a copy with what `auto` of `trainer.activation_checkpointing`,
+        `parallel.reshard_after_forward` and `trainer.micro_batch_tokens` means on a machine.
         """
-        trainer = self.trainer.model_copy(update={"activation_checkpointing": checkpointing})
+        trainer = self.trainer.model_copy(
+            update={
+                "activation_checkpointing": checkpointing,
+                "micro_batch_tokens": pass_tokens,
+            }
+        )
         parallel = self.parallel.model_copy(update={"reshard_after_forward": reshards})
         return self.model_copy(update={"trainer": trainer, "parallel": parallel})
 

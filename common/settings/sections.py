@@ -95,8 +95,8 @@ class LoraSection(Section):
     dropout: float = Field(0.0, ge=0, lt=1)
     """Dropout of the adapter's input during updates, from 0 to below 1."""
     target_modules: list[str] = []
-    """Names of the linear layers that get an adapter (`q_proj`, …). Empty: all between embedding
-    and head."""
+    """Names of the linear layers that get an adapter (`q_proj`, …). Empty: all of attention and
+    dense MLPs; routed experts and routers never have one."""
     publish: Literal["adapter", "merged"] = "adapter"
     """Weights sent to the engines: the `adapter` alone, or the whole model with the adapter
     `merged` into it."""
@@ -224,8 +224,9 @@ class TeacherSection(Section):
     coef: PositiveFloat = 1.0
     """Weight of log π_teacher − log π of each token, which is added to its advantage."""
     timeout_s: PositiveFloat = 120.0
-    """Seconds for the scores of one group, with all retries. Then the group is dropped and its
-    prompt tried again."""
+    """Seconds for the scores of one group, with all retries, in which the teacher does not get on
+    with what it has (SGLang says whether it does). Then the group is dropped and its prompt tried
+    again."""
     concurrency: PositiveInt = 16
     """Groups scored at once."""
 
@@ -349,9 +350,9 @@ class RolloutSection(Section):
     """Seconds without an answer after which a healthy engine or router is killed and started
     again."""
     stuck_after_s: PositiveFloat = 600.0
-    """Seconds without progress after which an engine that starts or loads weights is killed and
-    started again. Progress is what its processes read, write, take as memory, or say for the first
-    time: a large model may take as long as it needs."""
+    """Seconds without progress after which an engine that starts, loads weights or generates is
+    killed and started again. Progress is what its processes read, write, take as memory, or say for
+    the first time, and then its tokens: a large model may take as long as it needs."""
 
     def nccl_env(self) -> dict[str, str]:
         """Returns NCCL's variables, which must be equal in SGLang's and the trainer's environment
@@ -424,7 +425,12 @@ class RolloutSection(Section):
         """Whether engines are known to compute on GPUs, and therefore round differently from the
         trainer.
         """
-        return self.device == "cuda" or (self.engine == "sglang" and self.device != "cpu")
+        return self.device == "cuda" or self.is_sglang_on_gpus
+
+    @property
+    def is_sglang_on_gpus(self) -> bool:
+        """Whether the engines are SGLang on GPUs, which receives weights over NCCL."""
+        return self.engine == "sglang" and self.device != "cpu"
 
     @model_validator(mode="after")
     def _no_secrets(self) -> "RolloutSection":
@@ -489,8 +495,6 @@ class SamplingSection(Truncation):
     prefill: str = ""
     """Start of every answer, such as `<think>`: the model continues from there, and graders get it
     with the answer."""
-    request_timeout_s: PositiveFloat = 600.0
-    """Seconds for generating one group, with retries and the wait in the queue of the engines."""
 
     def training_truncation(self) -> dict[str, float]:
         """Returns `truncation` for training, where the kept tokens are sent with every token."""
@@ -549,9 +553,11 @@ class TrainerSection(Section):
     answers and no group gets too old. `train`: take the groups that are ready, the oldest first,
     and train on too old ones with the correction. `drop`: drop groups that are too old and draw
     their prompts again, which favours short answers."""
-    micro_batch_tokens: InHelp[PositiveInt] = 16_384
+    micro_batch_tokens: InHelp[PositiveInt | Literal["auto"]] = "auto"
     """Tokens of one forward and backward pass, padding included, of policy and critic. A prompt
-    that a packed pass shares counts once."""
+    that a packed pass shares counts once. `auto`: on a GPU, with `activation_checkpointing`, the
+    fastest passes by the estimate of `rlhf doctor --plan` that are full of the longest answers;
+    16,384 on a CPU."""
     micro_batch_size: int | None = Field(None, gt=0)
     """Most completions in one forward and backward pass. Unset: as many as `micro_batch_tokens`
     allows."""
@@ -585,6 +591,11 @@ class TrainerSection(Section):
     gloo broadcasts the tensors into the running engines; a node that cannot take part downloads the
     files."""
 
+    @property
+    def pass_tokens(self) -> int:
+        """The tokens of a pass; `auto` counts as on a CPU."""
+        return 16_384 if self.micro_batch_tokens == "auto" else self.micro_batch_tokens
+
 
 class OptimizerSection(Section):
     """The optimiser of the policy (AdamW) and its learning rate."""
@@ -595,6 +606,9 @@ class OptimizerSection(Section):
     """β1 and β2 of AdamW."""
     weight_decay: NonNegativeFloat = 0.0
     """Decoupled weight decay."""
+    moments: Literal["float32", "bfloat16"] = "float32"
+    """Type in which AdamW's moments are stored. `bfloat16`: 4 bytes a parameter instead of 8,
+    rounded at random so that their means are right (docs/how-to/training.md)."""
     warmup_steps: InHelp[NonNegativeInt] = 10
     """Warm-up steps W: update k = 1, 2, … uses k/W of the learning rate. (`transformers` uses (k −
     1)/W.)"""
@@ -654,8 +668,10 @@ class LimitsSection(Section):
     """Seconds without progress after which the run ends and says what stands still: another task
     that is not healthy yet, a batch (its graded groups), or all ranks."""
     service_timeout_s: PositiveFloat = 600.0
-    """Seconds for one call to a service, retries included. The time begins anew whenever more of a
-    large body was received or sent. Should exceed the time in which the service's pod restarts."""
+    """Seconds for one call to a service, retries included, in which it does not get on: the time
+    begins anew whenever more of a large body was received or sent, and while the service makes
+    progress with the call, as engines do that generate, however long their queue is. Should exceed
+    the time in which the service's pod restarts."""
     fence_after_s: PositiveFloat = 900.0
     """Seconds without progress (bytes fetched, an engine that loads) after which a rollout node
     that does not serve the newest weights is fenced from traffic. Should exceed
@@ -689,7 +705,8 @@ class EnvironmentSection(Section):
     (`get_turn_rewards`): an answer is then credited only with the rewards that follow it, not with
     earlier ones. Unset: they count for the whole episode."""
     deadline_s: PositiveFloat = 600.0
-    """Seconds for one episode. One that takes longer is lost: it has no reward."""
+    """Seconds for one episode, without those in which it waits for answers of the model. One that
+    takes longer is lost: it has no reward."""
     tool_timeout_s: PositiveFloat | None = None
     """Seconds for one tool call of a class, or one step of an OpenEnv server. If it takes longer,
     the model gets an error as its result, and the episode goes on. Unset: as long as the

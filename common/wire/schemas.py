@@ -388,6 +388,15 @@ class WorkerReport(Wire):
     incarnation: _Name = ""
     """Changes when the engine must join a new group, because it was restarted or a broadcast to it
     failed."""
+    libraries: "EngineLibraries | None" = None
+    """Libraries of its engine; None where no weights are sent over NCCL."""
+
+
+class EngineLibraries(Wire):
+    """Versions of the libraries with which an engine receives weights from GPU to GPU."""
+
+    torch: _Name
+    nccl: _Name
 
 
 class EngineWeights(Wire):
@@ -537,6 +546,10 @@ class Completion(Struct, forbid_unknown_fields=True):
         """Returns the entries of `values` [L] that belong to trained tokens."""
         return values if self.mask is None else values[self.mask == 1]
 
+    def trained_between(self, start: int, end: int) -> int:
+        """Returns how many of the tokens from `start` to `end` are trained."""
+        return end - start if self.mask is None else int(self.mask[start:end].sum())
+
     def spread(self, values: Float32) -> Float32:
         """Expands one value per trained token to [L], with 0 for the other tokens."""
         if self.mask is None:
@@ -608,6 +621,8 @@ class TakenGroups(Struct):
     """Answer of `POST /groups/take`."""
 
     groups: _Many[Group]
+    ids: _Many[_Key] = []
+    """The groups' ids, also when `ids_only` leaves the groups themselves out."""
     evicted: _Count = 0
     """Groups dropped by this call because they were older than `min_version`."""
 
@@ -720,7 +735,8 @@ class EpisodeLimits(Wire):
     """Maximum tokens of one sequence."""
     tool_calls: PositiveInt = 64
     deadline_s: PositiveFloat = 600.0
-    """Seconds for the whole episode; one that takes longer has no reward."""
+    """Seconds for the whole episode, without those in which it waits for the model; one that takes
+    longer has no reward."""
     tool_timeout_s: PositiveFloat | None = None
     """Seconds for one tool call, after which the model is told an error; None: only the
     deadline."""
@@ -751,6 +767,8 @@ class TakeRequest(Wire):
     request_id: RequestId
     """A retry with the same id gets the same answer, so a new request makes a new id. Once the
     groups were acknowledged, or the answer was empty, it gets no groups."""
+    ids_only: bool = False
+    """Answer with the ids of the groups, for a client that has the groups itself."""
     run_id: _Name = ""
     """The run that takes the groups; its request ids begin with this id. Leases of all other
     requests end, because only one run trains."""

@@ -7,12 +7,15 @@ from collections.abc import Iterator
 from common.errors import ConfigError
 from common.models.memory import (
     FITS_SHARE,
+    LONG_PROMPT,
     ModelShape,
     TrainerMemory,
+    answers_of_pass,
     critic_only,
     engine_memory,
     fastest_fit,
     form,
+    full_pass,
     trainer_host_bytes,
     trainer_memory,
 )
@@ -26,8 +29,8 @@ TITLE = "memory for the model"
 _STATIC = 0.85
 """Approximate share of a GPU that SGLang takes for weights and KV cache; `--mem-fraction-static`
 sets it."""
-_PROMPT = 512
-"""Tokens of a long prompt."""
+_FULL = 0.7
+"""Share of a pass that the longest answers should fill."""
 _SMALLER = (
     "lower trainer.micro_batch_tokens, set trainer.activation_checkpointing, "
     "parallel.offload_optimizer or lora.rank, use more GPUs, or use a smaller model"
@@ -82,6 +85,7 @@ def _on_gpu(job: PlannedTask, shape: ModelShape, plan: Plan) -> Iterator[Result]
     if job.name == TRAINER:
         ranks = job.num_nodes * max(1, min(job.gpus, len(plan.gpus)))
         config = job.config
+        yield from judge_passes(config)
     title = f"memory of {job.name}"
     yield judge_trainer(title, shape, config, ranks, room=size, fix=_SMALLER)
 
@@ -106,13 +110,34 @@ def judge_trainer(
     return fits(name, found, needed=estimate.total, available=room, fix=fix)
 
 
+def judge_passes(config: Config) -> Iterator[Result]:
+    """Judges how full passes of the longest answers are, where `trainer.micro_batch_tokens` is
+    set; `auto` makes them full.
+    """
+    room = config.trainer.micro_batch_tokens
+    if room == "auto":
+        return
+    answers = answers_of_pass(config)
+    fill = min(1.0, full_pass(config, answers) / room)
+    found = (
+        f"{room:,} tokens, {fill:.0%} of which {answers} answers of "
+        f"{config.sampling.max_new_tokens:,} and their prompt take"
+    )
+    fix = (
+        f"trainer.micro_batch_tokens auto, {full_pass(config, answers)}, or "
+        f"{full_pass(config, answers + 1)}"
+    )
+    yield expect("passes of the longest answers", fill >= _FULL, found, fix, otherwise="warn")
+
+
 def judge_engine(name: str, shape: ModelShape, config: Config, size: int) -> Result:
     """Judges the KV cache of SGLang on GPUs of `size` bytes: a group should fit, and a completion
     must.
     """
-    engine = engine_memory(shape, config, size, static_share=_static_share(config))
+    share = config.rollout.engine_argument("--mem-fraction-static")
+    engine = engine_memory(shape, config, size, static_share=float(share or _STATIC))
     tokens = engine.kv_tokens
-    completion = _PROMPT + config.sampling.max_new_tokens
+    completion = LONG_PROMPT + config.sampling.max_new_tokens
     found = (
         f"weights {gb(engine.weights)} on each of {config.rollout.tensor_parallel_size} GPUs, "
         f"{gb(tokens * engine.kv_bytes_per_token)} left for the KV cache: "
@@ -128,11 +153,3 @@ def judge_engine(name: str, shape: ModelShape, config: Config, size: int) -> Res
     return expect(
         name, group_fits, found, fix, otherwise="warn" if tokens >= completion else "fail"
     )
-
-
-def _static_share(config: Config) -> float:
-    """Returns the share of a GPU that SGLang takes; its argument is `--name 1` or `--name=1`."""
-    arguments = " ".join(config.rollout.engine_args).replace("=", " ").split()
-    if "--mem-fraction-static" not in arguments[:-1]:
-        return _STATIC
-    return float(arguments[arguments.index("--mem-fraction-static") + 1])

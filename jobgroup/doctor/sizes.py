@@ -19,7 +19,7 @@ from common.models.memory import (
     trainer_memory,
 )
 from common.settings.config import load
-from jobgroup.doctor.memory import judge_engine, judge_trainer
+from jobgroup.doctor.memory import judge_engine, judge_passes, judge_trainer
 from jobgroup.doctor.report import Result, gb
 
 SIZES = (24, 40, 48, 80, 141, 180)
@@ -34,6 +34,7 @@ _SHORT = {"RLHF_TRAINER__MICRO_BATCH_TOKENS": "4096"}
 _TOGETHER = "RLHF_PARALLEL__CONTEXT_SIZE"
 _EXPERTS = "RLHF_PARALLEL__EXPERT_SIZE"
 _OFFLOAD = "RLHF_PARALLEL__OFFLOAD_OPTIMIZER"
+_ROUNDED = {"RLHF_OPTIMIZER__MOMENTS": "bfloat16"}
 _LORA = "RLHF_LORA__RANK"
 
 
@@ -55,6 +56,7 @@ def predict(
     longest = config.sampling.max_new_tokens
     found = f"{gb(held)} on each of {gpus} GPUs between updates; answers of {longest:,} tokens"
     yield Result("trainer", "ok", found)
+    yield from judge_passes(config)
     node = min(gpus, _NODE)
     host = gb(trainer_host_bytes(shape, config, gpus, node))
     found = f"{host} on a trainer node of {node} GPUs, while a checkpoint is copied"
@@ -71,7 +73,7 @@ def predict(
 
 def _savings(shape: ModelShape, env: Mapping[str, str], gpus: int) -> Iterator[dict[str, str]]:
     """Yields settings that save memory, from the cheapest: shorter passes, several GPUs for a row
-    or for the experts, and what costs most.
+    or for the experts, rounded moments, and what costs most.
     """
     decided = {name: value for name, value in _AUTO.items() if name in env}
     if decided:
@@ -84,6 +86,9 @@ def _savings(shape: ModelShape, env: Mapping[str, str], gpus: int) -> Iterator[d
         yield {**short, _EXPERTS: str(experts)}
         for ranks in _divisors(gpus, shape.heads):
             yield {**short, _EXPERTS: str(experts), _TOGETHER: str(ranks)}
+    yield {**short, **_ROUNDED}
+    for ranks in _divisors(gpus, shape.heads):
+        yield {**short, _TOGETHER: str(ranks), **_ROUNDED}
     if gpus > 1:
         yield {**short, _OFFLOAD: "true"}
         for ranks in _divisors(gpus, shape.heads):

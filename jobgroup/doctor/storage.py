@@ -15,13 +15,11 @@ from typing import Any, NamedTuple
 import psutil
 
 from common.errors import ConfigError
-from common.models.memory import ModelShape
+from common.models.memory import ModelShape, state_bytes
 from common.process.topology import CRITIC, DATA, REPLAY, ROLLOUT, TRAINER
 from jobgroup.doctor.plan import Plan, PlannedTask
 from jobgroup.doctor.report import Result, expect, fits, gb
 
-_STATE = 12
-"""Bytes of a parameter in a checkpoint: float32 weights and AdamW's two moments."""
 _VERSIONS = 3
 """Weight versions on disk at the trainer: two kept, one arriving."""
 _PULLED = 5
@@ -58,7 +56,9 @@ def needs(plan: Plan) -> Iterator[Need]:
             tokens = job.config.replay.capacity * job.config.sampling.max_new_tokens
             yield Need(folder, "full replay store", tokens * _TOKEN)
         elif job.name == CRITIC:
-            yield Need(folder, "2 checkpoints of the critic", 2 * _STATE * parameters)
+            yield Need(
+                folder, "2 checkpoints of the critic", 2 * state_bytes(job.config) * parameters
+            )
         elif job.name == ROLLOUT and not adapter_only:
             pulled = _PULLED * job.num_nodes * 2 * parameters
             yield Need(folder, f"{_PULLED} pulled versions", pulled)
@@ -87,7 +87,7 @@ def _trainer_sizes(job: PlannedTask, shape: ModelShape | None) -> dict[str, int]
         completions = trainer.max_steps * trainer.batch_size * config.sampling.group_size
         recorded = min(recorded, completions * config.sampling.max_new_tokens * _RECORDED)
     return {
-        f"{kept} checkpoints": kept * _STATE * trained,
+        f"{kept} checkpoints": kept * state_bytes(config) * trained,
         f"{_VERSIONS} weight versions": _VERSIONS * width * published,
         "recorded groups": recorded,
     }

@@ -6,8 +6,9 @@ critic-server does (`service.py` and `app.py` here); see docs/adr/0005-one-criti
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -16,8 +17,8 @@ from torch import Tensor
 from common.errors import ConfigError, InvalidInput
 from common.models.memory import critic_only
 from common.settings.config import Config
-from common.wire.schemas import CriticMetrics, Float32, TokenSequence, ValueTargets
-from learning.batching import Indices, Sizes, mini_batches, score_shared
+from common.wire.schemas import CriticMetrics, Float32, ValueTargets
+from learning.batching import Indices, Sizes, Tokens, mini_batches, score_shared
 from learning.fitting import fitted
 from learning.layout import Layout, moved
 from learning.micro_batch_passes import micro_batch_passes
@@ -28,15 +29,18 @@ from services.critic.model import load_value_model
 
 _STATE = "critic_state.json"
 _FORMAT = 2
+_T = TypeVar("_T", bound=Tokens)
+Rows = Sequence[_T] | Mapping[int, _T]
+"""Rows by their index in the batch: all of them, or with `Sizes` those of this rank."""
 
 
 class Critic:
     """Predicts the return of every state of a completion, and learns from observed returns.
 
-    `step` counts its training batches. Every rank calls the same methods with the same arguments
-    and gets the same results; each computes its share. The critic starts from the checkpoint in
-    `directory` (on rank 0), or from `critic.model` with a new value head. Raises ConfigError when
-    it cannot be loaded.
+    `step` counts its training batches. Every rank calls the same methods with the same rows, or
+    with its own rows and the same sizes of all; each computes its share. The critic starts from the
+    checkpoint in `directory` (on rank 0), or from `critic.model` with a new value head. Raises
+    ConfigError when it cannot be loaded.
     """
 
     def __init__(self, config: Config, ranks: Ranks, directory: Path | None = None) -> None:
@@ -48,32 +52,30 @@ class Critic:
             decided = fitted(config, ranks, config.model.name)  # as the policy beside it
         else:
             decided = fitted(critic_only(config), ranks, config.critic.model or config.model.name)
+        self._passes = decided.trainer
         self.model = load_value_model(decided, ranks, directory)
-        self.optimizer = Optimizer(
-            self.model.module,
-            config.optimizer.adam_betas,
-            config.optimizer.weight_decay,
-            max_grad_norm=config.optimizer.max_grad_norm,
-            rate_setting="critic.learning_rate",
-        )
+        self.optimizer = Optimizer(self.model.module, config.optimizer, "critic.learning_rate")
         if directory is not None:
             self._restore(directory)
 
-    def values(self, sequences: Sequence[TokenSequence]) -> list[Float32]:
-        """Returns, for each sequence, the values [L] of the states before each completion token.
+    def values(self, sequences: Rows[Tokens], sizes: Sizes | None = None) -> list[Float32]:
+        """Returns, for each sequence of this rank's share, the values [L] of the states before each
+        completion token; an empty array for the others.
 
         Raises InvalidInput for tokens outside the vocabulary and for sequences that are too long.
         """
-        self._check(sequences, "sequences")
+        sizes = self._measured(sequences, sizes, "sequences")
         with torch.no_grad():
             return score_shared(
-                Sizes.of(sequences, self.model.layout.shared),
+                sizes,
                 self._ranks,
-                self._config.trainer,
+                self._passes,
                 score=lambda indices: self.model(self._rows(sequences, indices)),
             )
 
-    def update(self, rows: Sequence[ValueTargets], seed: int) -> CriticMetrics:
+    def update(
+        self, rows: Rows[ValueTargets], seed: int, sizes: Sizes | None = None
+    ) -> CriticMetrics:
         """Trains for `algorithm.update_epochs` passes of `algorithm.mini_batches` optimiser steps
         over the rows.
 
@@ -83,13 +85,12 @@ class Critic:
         skipped and counted. Raises InvalidInput as `values` does, and NonFiniteGradients after more
         than `MAX_SKIPPED_UPDATES` skipped steps in a row: the critic is then unusable.
         """
-        self._check(rows, "rows")
+        sizes = self._measured(rows, sizes, "rows")
         algorithm = self._config.algorithm
-        sizes = Sizes.of(rows, self.model.layout.shared)
         norms: list[float] = []
         sums = torch.zeros(3, dtype=torch.float64, device=self._ranks.device)
         for epoch in range(algorithm.update_epochs):
-            for indices in mini_batches(len(rows), algorithm.mini_batches, seed + epoch):
+            for indices in mini_batches(len(sizes.prompts), algorithm.mini_batches, seed + epoch):
                 self.optimizer.zero_grad()
                 part = self._accumulate(rows, sizes, indices)
                 self._ranks.sum_gradients(self.model.module)
@@ -98,7 +99,8 @@ class Critic:
                 if math.isfinite(norms[-1]):
                     sums += part
         self.step += 1
-        return _metrics(rows, self._ranks.sum_shares(sums), norms)
+        own = [rows[i] for i in sizes.owned(self._ranks.share).tolist()]
+        return _metrics(own, self._ranks, self._ranks.sum_shares(sums), norms=norms)
 
     def snapshot(self, alone: bool) -> Snapshot:
         """Copies weights (as a Hugging Face model), optimiser and step. A collective; see
@@ -115,25 +117,25 @@ class Critic:
         if self._ranks.is_rank_zero:
             snapshot.write(directory)
 
-    def _accumulate(self, rows: Sequence[ValueTargets], sizes: Sizes, indices: Indices) -> Tensor:
+    def _accumulate(self, rows: Rows[ValueTargets], sizes: Sizes, indices: Indices) -> Tensor:
         """Adds this rank's share of a mini-batch to the gradient. Returns its sums [loss, clipped
         tokens, tokens].
         """
         sums = torch.zeros(3, dtype=torch.float64, device=self._ranks.device)
-        tokens = sum(len(rows[i].returns) for i in indices)
+        tokens = int(sizes.completions[indices].sum())
         for part, are_own in micro_batch_passes(
             self.model,
             self._ranks,
             sizes,
             rows=indices,
-            settings=self._config.trainer,
+            settings=self._passes,
         ):
             values = self.model(self._rows(rows, part))
             if not are_own:  # the other ranks have one more pass: join its collective calls
                 (values.sum() * 0).backward()
                 continue
 
-            own = [rows[i] for i in part]
+            own = [rows[i] for i in part.tolist()]
             weights = [np.full(len(row.returns), row.weight, np.float32) for row in own]
             losses, clipped = value_loss(
                 values,
@@ -147,7 +149,7 @@ class Critic:
             sums += torch.stack([loss.detach(), clipped.sum(), count]).double()
         return sums
 
-    def _rows(self, sequences: Sequence[TokenSequence], indices: Indices) -> Layout:
+    def _rows(self, sequences: Rows[_T], indices: Indices) -> Layout:
         selected = [sequences[i] for i in indices.tolist()]
         rows = self.model.layout.of(
             [sequence.prompt_ids for sequence in selected],
@@ -155,13 +157,14 @@ class Critic:
         )
         return moved(rows, self._ranks.device)
 
-    def _check(self, sequences: Sequence[TokenSequence], where: str) -> None:
-        """Refuses tokens outside the vocabulary, which would crash the process, and sequences that
-        are too long.
+    def _measured(self, sequences: Rows[_T], sizes: Sizes | None, where: str) -> Sizes:
+        """Returns the sizes of all rows. Refuses tokens outside the vocabulary, which would crash
+        the process, and sequences that are too long.
         """
         vocabulary = self.model.vocabulary
         longest = self.model.max_tokens
-        for i, sequence in enumerate(sequences):
+        here = dict(sequences.items() if isinstance(sequences, Mapping) else enumerate(sequences))
+        for i, sequence in here.items():
             ids = np.concatenate([sequence.prompt_ids, sequence.completion_ids])
             unknown = ids[(ids < 0) | (ids >= vocabulary)]
             if len(unknown):
@@ -178,6 +181,7 @@ class Critic:
                     value=len(ids),
                     remedy="lower sampling.max_new_tokens, or use another critic.model",
                 )
+        return sizes or Sizes.of(list(here.values()), self.model.layout.shared)
 
     def _restore(self, directory: Path) -> None:
         try:
@@ -231,20 +235,30 @@ def _concatenated(arrays: Sequence[Float32], device: torch.device) -> Tensor:
     return torch.from_numpy(np.concatenate(arrays)).to(device, non_blocking=True)
 
 
-def _metrics(rows: Sequence[ValueTargets], sums: Tensor, norms: Sequence[float]) -> CriticMetrics:
+def _metrics(
+    rows: Sequence[ValueTargets], ranks: Ranks, sums: Tensor, *, norms: Sequence[float]
+) -> CriticMetrics:
+    """Returns the metrics of an update on these rows and those of the other ranks. A collective."""
     loss, clipped, tokens = sums.tolist()
-    old = np.concatenate([row.old_values for row in rows]).astype(np.float64)
-    returns = np.concatenate([row.returns for row in rows]).astype(np.float64)
+    old = np.concatenate([np.zeros(0), *(row.old_values for row in rows)])
+    returns = np.concatenate([np.zeros(0), *(row.returns for row in rows)])
+    errors = returns - old
+    own_sums = torch.tensor([float(len(old)), old.sum(), returns.sum()], dtype=torch.float64)
+    count, old_sum, return_sum = ranks.sum_shares(own_sums).tolist()
+
     # 1 where the values predicted every return, 0 where a constant would have done as well.
-    variance = float(returns.var())
-    explained = 1 - float((returns - old).var()) / variance if variance > 0 else 0.0
+    of_returns = ((returns - return_sum / count) ** 2).sum()
+    of_errors = ((errors - (return_sum - old_sum) / count) ** 2).sum()
+    squares = torch.tensor([of_returns, of_errors], dtype=torch.float64)
+    variance, unexplained = ranks.sum_shares(squares).tolist()
+    explained = 1 - unexplained / variance if variance > 0 else 0.0
     applied = [norm for norm in norms if math.isfinite(norm)]
     return CriticMetrics(
         value_loss=loss / tokens if applied else None,
         grad_norm=float(np.mean(applied)) if applied else None,
         clip_fraction=clipped / tokens if applied else None,
         explained_variance=explained,
-        value_mean=float(old.mean()),
-        return_mean=float(returns.mean()),
+        value_mean=old_sum / count,
+        return_mean=return_sum / count,
         skipped=len(norms) - len(applied),
     )

@@ -1,5 +1,8 @@
 """Attention over the slots of the KV cache, for transformers' models."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -11,7 +14,19 @@ from common.errors import ConfigError
 from services.engine.cache import SlotCache
 
 _NAME = "rollout_slots"
-_KNOWN_LAYERS = {"full_attention", "sliding_attention"}
+_PASS: ContextVar[SlotCache] = ContextVar("pass")
+"""The cache of the pass that this thread computes: not every model hands options on to its
+attention."""
+
+
+@contextmanager
+def attending_to(cache: SlotCache) -> Iterator[None]:
+    """Makes `_attend` use this cache inside the context."""
+    token = _PASS.set(cache)
+    try:
+        yield
+    finally:
+        _PASS.reset(token)
 
 
 def replace_attention(module: Any, config: Any, max_context_tokens: int) -> bool:
@@ -20,11 +35,13 @@ def replace_attention(module: Any, config: Any, max_context_tokens: int) -> bool
 
     Raises ConfigError for attention that the engine does not support.
     """
-    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
-    if kinds - _KNOWN_LAYERS:
-        reason = "the embedded engine supports only full and sliding-window attention"
+    chunk: int | None = getattr(config, "attention_chunk_size", None)
+    if chunk is not None and chunk < max_context_tokens:
         raise ConfigError(
-            reason, field="layer_types", value=sorted(kinds), remedy="set rollout.engine sglang"
+            "the model attends within chunks that are shorter than the context",
+            field="--max-context-tokens",
+            value=max_context_tokens,
+            remedy=f"use at most {chunk} with this model",
         )
     if getattr(config, "use_bidirectional_attention", None):
         raise ConfigError(
@@ -32,8 +49,7 @@ def replace_attention(module: Any, config: Any, max_context_tokens: int) -> bool
             field="use_bidirectional_attention",
             remedy="use a causal language model",
         )
-    takes_backends = getattr(module, "_supports_attention_backend", False)
-    if takes_backends and module._can_set_attn_implementation():
+    if module._can_set_attn_implementation():
         module.set_attn_implementation(_NAME)
         return True
 
@@ -58,7 +74,6 @@ def _attend(
     value: Tensor,
     __: Tensor | None,
     *,
-    slots: SlotCache | None = None,
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
@@ -71,20 +86,19 @@ def _attend(
     Keys and values may have fewer heads (GQA). `softcap` caps scores (Gemma 2), `s_aux` [heads] are
     sinks (GPT-OSS).
     """
-    if slots is None:
-        raise RuntimeError("its layers pass no options on to their attention")
     if options.get("position_bias") is not None:
         raise RuntimeError("the embedded engine does not support attention with a position bias")
     heads, length, size = query.shape[1:]
     shared = heads // key.shape[1]
     scale = size**-0.5 if scaling is None else scaling
-    mask = slots.mask(sliding_window)
+    cache = _PASS.get()
+    mask = cache.mask(sliding_window)
     # No fused kernel caps scores or has sinks. For one query on a CPU, plain products take half the
     # time of the fused kernel.
     unfusable = softcap is not None or s_aux is not None
     if unfusable or (length == 1 and query.device.type == "cpu"):
         if length > 1 and mask is None:
-            mask = slots.causal_mask()
+            mask = cache.causal_mask()
         found = _by_products(
             query, key, value, scale=scale, mask=mask, softcap=softcap, sinks=s_aux
         )

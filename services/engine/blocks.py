@@ -50,7 +50,7 @@ class Block:
         return self.members[: self.count]
 
 
-def blocks_of(positions: Indices) -> Iterator[Block]:
+def blocks_of(positions: Indices, stages: Indices | None = None) -> Iterator[Block]:
     """Yields blocks of the tokens at these positions [N] of their rows.
 
     Tokens that attend to the fewest columns come first, and others keep their order. So if the
@@ -58,10 +58,14 @@ def blocks_of(positions: Indices) -> Iterator[Block]:
     attends to. With blocks of two tokens, and widths of 4 and 8 columns:
 
         positions  0 1 2 5 3 6   ->   (0, 1) and (2, 3) of width 4, (5, 6) of width 8
+
+    Only tokens of one stage [N] share a block, the first stage first.
     """
     columns = np.array([attended_columns(position) for position in positions.tolist()], np.int64)
-    for width in np.unique(columns).tolist():
-        of_width = np.flatnonzero(columns == width)
+    if stages is None:
+        stages = np.zeros_like(columns)
+    for stage, width in np.unique(np.stack((stages, columns), 1), axis=0).tolist():
+        of_width = np.flatnonzero((stages == stage) & (columns == width))
         for start in range(0, len(of_width), ROWS):
             own = of_width[start : start + ROWS]
             members = np.pad(own, (0, ROWS - len(own)), mode="edge")
@@ -89,6 +93,7 @@ class BlockPasses:
         prompts = (7 * np.arange(3 * _PROBE).reshape(3, _PROBE) % vocabulary).tolist()
         probe = prompts[0]
         alone = self.prefill([probe], [0], first=0)[0]
+        self.prefill([probe[:-1]], [0], first=0)
         last = np.array([[probe[-1]], [0], [_PROBE - 1]])
         places = self._logits(np.repeat(last, ROWS, axis=1))  # in every place of a block
         unequal = bool((places != alone).any())
@@ -120,9 +125,11 @@ class BlockPasses:
         longest = max(self._cache.longest, attended_columns(int(lengths.max()) - 1))
         self._cache.reserve(first + len(owners), longest)
 
-        # Only the last token of a prompt needs the head, whose product is the largest of all.
+        # Only the last token of a prompt needs the head, whose product is the largest of all. A
+        # state is needed as it is after the token before, so then positions are stages.
         before_ends = np.delete(tokens, ends, axis=1)
-        for block in blocks_of(before_ends[_POSITION]):
+        at = before_ends[_POSITION]
+        for block in blocks_of(at, at if self._cache.has_states else None):
             self._run(block, before_ends, needs_logits=False)
         logits = self._logits(tokens[:, ends])
 
@@ -137,9 +144,12 @@ class BlockPasses:
     def decode(self, inputs: Inputs) -> Tensor:
         """Computes and samples one more token of rows 0..B-1; see `Decoder.decode`."""
         tokens, positions = inputs.state[:2].astype(np.int64)
+        return self.sample(self.next_logits(tokens, positions), inputs)
+
+    def next_logits(self, tokens: Indices, positions: Indices) -> Tensor:
+        """Returns the logits [B, V] after `tokens` [B] at `positions` [B] of rows 0..B-1."""
         self._cache.reserve(len(tokens), attended_columns(int(positions.max())))
-        placed = np.stack((tokens, np.arange(len(tokens)), positions))
-        return self.sample(self._logits(placed), inputs)
+        return self._logits(np.stack((tokens, np.arange(len(tokens)), positions)))
 
     def sample(self, logits: Tensor, inputs: Inputs) -> Tensor:
         """Samples a token for every row of logits [B, V], in parts of `ROWS`; see
@@ -159,7 +169,8 @@ class BlockPasses:
         """Returns the logits [N, V] after tokens [3, N], whose keys and values are computed too."""
         parts: list[Tensor] = []
         order: list[Indices] = []
-        for block in blocks_of(tokens[_POSITION]):
+        # A row begins without a state.
+        for block in blocks_of(tokens[_POSITION], np.minimum(tokens[_POSITION], 1)):
             logits = self._run(block, tokens, needs_logits=True)
             parts.append(logits[: block.count])
             order.append(block.own)
@@ -170,5 +181,6 @@ class BlockPasses:
         """Computes a block of tokens [3, N]: the tokens, their rows and their positions."""
         chosen = torch.from_numpy(tokens[:, block.members]).to(self._cache.device)
         of_block, of_rows, at = chosen
-        self._cache.begin_tokens(at, block.columns, of_rows)
+        begins = bool(tokens[_POSITION, block.members[0]] == 0)
+        self._cache.begin_tokens(at, block.columns, of_rows, begins=begins)
         return self._forward(of_block, at, needs_logits)

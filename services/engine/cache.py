@@ -1,13 +1,28 @@
-"""The KV cache of the running rows: a dense row per completion, with position p in column p."""
+"""What the running rows keep between steps: keys and values, a dense row per completion with
+position p in column p, and the states of convolutional and recurrent layers.
+"""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import torch
+import transformers
 from torch import Tensor
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.cache_utils import (
+    Cache,
+    CacheLayerMixin,
+    DynamicCache,
+    LinearAttentionCacheLayerMixin,
+    LinearAttentionLayer,
+)
+
+from common.errors import ConfigError
+
+_STATES = ("conv_states", "recurrent_states")
 
 
-class _Layer(CacheLayerMixin):  # type: ignore[misc]  # transformers is not typed
+class _Keys(CacheLayerMixin):  # type: ignore[misc]  # transformers is not typed
     """Keys and values [rows, kv_heads, columns, head_dim] of one layer; rows and columns are
     capacities.
     """
@@ -16,20 +31,21 @@ class _Layer(CacheLayerMixin):  # type: ignore[misc]  # transformers is not type
         super().__init__()
         self.shared = shared
 
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+    def make_room(self, keys: Tensor, values: Tensor) -> None:
+        """Allocates storage for keys and values like these."""
         rows = self.shared.rows
         columns = self.shared.columns
-        self.keys = key_states.new_zeros(rows, key_states.shape[1], columns, key_states.shape[3])
-        self.values = value_states.new_zeros(
-            rows, value_states.shape[1], columns, value_states.shape[3]
-        )
+        self.keys = keys.new_zeros(rows, keys.shape[1], columns, keys.shape[3])
+        self.values = values.new_zeros(rows, values.shape[1], columns, values.shape[3])
         self.is_initialized = True
+
+    lazy_initialization = make_room
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *_: object, **__: object
     ) -> tuple[Tensor, Tensor]:
         if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
+            self.make_room(key_states, value_states)
         return self.shared.write(self, key_states, value_states)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
@@ -42,18 +58,97 @@ class _Layer(CacheLayerMixin):  # type: ignore[misc]  # transformers is not type
         return -1
 
 
-class SlotCache(Cache):  # type: ignore[misc]  # transformers is not typed
-    """The KV of the running rows, for prefills and for decode steps of one token per row.
-
-    Storage doubles as needed in both directions, unless `allocate` fixed its size. It is zeroed,
-    because even a masked NaN would spread.
+class _States(LinearAttentionLayer):  # type: ignore[misc]  # transformers is not typed
+    """States of one layer: `stored` has those of all rows, and the inherited attributes those of
+    the rows of the current pass, which transformers' layers change in place.
     """
 
-    write: Callable[[_Layer, Tensor, Tensor], tuple[Tensor, Tensor]]
+    def __init__(self, number_of_states: int) -> None:
+        LinearAttentionLayer.__init__(self, number_of_states=number_of_states)
+        self.stored: dict[tuple[str, int], Tensor] = {}
+        """[rows, …] by kind and number of the state; `rows` is a capacity."""
+
+    def lazy_initialization(
+        self,
+        conv_states: Tensor | None = None,
+        recurrent_states: Tensor | None = None,
+        state_idx: int = 0,
+        conv_kernel_size: int | None = None,
+    ) -> None:
+        # transformers' own method also marks the tensors for torch's compiler, whose import takes
+        # seconds.
+        if conv_states is not None:
+            size = conv_kernel_size or conv_states.shape[-1]
+            self.conv_kernel_size[state_idx] = size
+            self.conv_states[state_idx] = conv_states.new_zeros(*conv_states.shape[:-1], size)
+            self.is_conv_states_initialized[state_idx] = True
+        if recurrent_states is not None:
+            self.recurrent_states[state_idx] = torch.zeros_like(recurrent_states)
+            self.is_recurrent_states_initialized[state_idx] = True
+
+    def begin(self, rows: Tensor | slice | None) -> None:
+        """Gives the pass the states of `rows`; with None its rows begin without any."""
+        for kind in _STATES:
+            for index in range(self.number_of_states):
+                stored = self.stored.get((kind, index))
+                states = None if rows is None or stored is None else stored[rows]
+                getattr(self, kind)[index] = states
+                getattr(self, f"is_{kind}_initialized")[index] = states is not None
+        self.has_previous_state = dict.fromkeys(self.has_previous_state, rows is not None)
+
+    def end(self, rows: Tensor | slice, owners: Tensor | None, capacity: int) -> None:
+        """Stores the states of the pass, or those of its rows `owners`, in `rows`."""
+        for kind in _STATES:
+            for index, states in getattr(self, kind).items():
+                if states is None:
+                    continue
+                if (kind, index) not in self.stored:
+                    self.stored[kind, index] = states.new_zeros(capacity, *states.shape[1:])
+                stored = self.stored[kind, index]
+                # A step's states are a view of what is stored.
+                if states.data_ptr() != stored.data_ptr():
+                    stored[rows] = states if owners is None else states[owners]
+
+    def resize(self, rows: int) -> None:
+        """Makes room for this many rows; the states of the first ones stay."""
+        for key, stored in self.stored.items():
+            grown = stored.new_zeros(rows, *stored.shape[1:])
+            kept = min(rows, len(stored))
+            grown[:kept] = stored[:kept]
+            self.stored[key] = grown
+
+
+class _KeysAndStates(_States, _Keys):
+    """A layer with both."""
+
+    def __init__(self, shared: "SlotCache", number_of_states: int) -> None:
+        _Keys.__init__(self, shared)
+        _States.__init__(self, number_of_states)
+
+
+class SlotCache(Cache):  # type: ignore[misc]  # transformers is not typed
+    """Keys, values and states of the running rows, for prefills and for decode steps of one token
+    per row.
+
+    Every pass is begun here (`begin_prefill`, `begin_tokens`), computed by the model and ended here
+    (`end`). Storage doubles as needed in both directions, unless `allocate` fixed its size. It is
+    zeroed, because even a masked NaN would spread.
+
+    A state has no positions: it is that of the last token that was computed, whichever that was. So
+    a pass over prompts with states has no padding (`has_states`), and no row may miss a step or
+    compute one twice.
+    """
+
+    write: Callable[[_Keys, Tensor, Tensor], tuple[Tensor, Tensor]]
     """Stores the keys and values of the current pass; returns those to attend to."""
     _visible: Callable[[int | None], Tensor]
 
-    def __init__(self, layers: int, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(self, config: Any, device: torch.device, dtype: torch.dtype) -> None:
+        """Makes a cache for a model of this text configuration.
+
+        Raises ConfigError for layers that keep something else.
+        """
+        self.config = config
         self.device = device
         self.dtype = dtype
         self.rows = 0
@@ -64,36 +159,66 @@ class SlotCache(Cache):  # type: ignore[misc]  # transformers is not typed
         """Columns that some row may use."""
         self.before = 0
         self.fixed = False
-        super().__init__(layers=[_Layer(self) for _ in range(layers)])
+        super().__init__(layers=list(self._own_layers(config)))
+        self.has_states = bool(self._with_states())
 
-    def begin_prefill(self, lengths: Sequence[int], first: int, owners: Sequence[int]) -> None:
-        """Starts a pass over prompts of `lengths`, padded on the right. Row `first` + i is to hold
-        the prompt `owners[i]`.
+    def _own_layers(self, config: Any) -> Iterator[Any]:
+        """Yields a layer of our own for each of the cache that transformers makes for the model."""
+        for layer in DynamicCache(config=config).layers:
+            has_keys = isinstance(layer, CacheLayerMixin)
+            if not isinstance(layer, LinearAttentionCacheLayerMixin):
+                yield _Keys(self) if has_keys else layer
+                continue
+            if not hasattr(layer, "number_of_states"):
+                raise ConfigError(
+                    "this version of transformers does not show the states of its layers",
+                    field="transformers",
+                    value=transformers.__version__,
+                    remedy="install transformers 5.23",
+                )
+            states = layer.number_of_states
+            yield _KeysAndStates(self, states) if has_keys else _States(states)
+
+    def begin_prefill(
+        self, lengths: Sequence[int], rows: Sequence[int], owners: Sequence[int]
+    ) -> None:
+        """Starts a pass over prompts of `lengths`, padded on the right. Row `rows[i]` is to hold
+        the prompt `owners[i]`. A prompt that is only scored has no row.
         """
         self.length = max(lengths)
         self.before = 0
-        last = first + len(owners)
         length = self.length
         self.longest = max(self.longest, length)  # `move` may be called before the next step
-        self.reserve(last, length)
-        # A scored prompt has no owners.
+        self.reserve(max(rows, default=-1) + 1, length)
+        row = torch.tensor(rows, dtype=torch.long, device=self.device)
         owner = torch.tensor(owners, dtype=torch.long, device=self.device)
 
-        def write(layer: _Layer, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-            layer.keys[first:last, :, :length] = keys[owner]
-            layer.values[first:last, :, :length] = values[owner]
+        def write(layer: _Keys, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+            layer.keys[row, :, :length] = keys[owner]
+            layer.values[row, :, :length] = values[owner]
             return keys, values
 
+        self._begin_states(None)
+        self._rows = row
+        self._owners = owner
         self.write = write
         self._masks: dict[int | None, Tensor | None] = {None: None}
         self._visible = lambda window: self._band(length, window)
 
-    def begin_tokens(self, positions: Tensor, columns: int, rows: Tensor | None = None) -> None:
+    def begin_tokens(
+        self,
+        positions: Tensor,
+        columns: int,
+        rows: Tensor | None = None,
+        *,
+        begins: bool = False,
+    ) -> None:
         """Starts a pass over one token for each of `positions` [B], which are below `columns`, of
         rows 0..B-1.
 
         With `rows` [B] it is over tokens of these rows, which may repeat: a token sees the earlier
-        ones of its row, those of this pass too. The room must be reserved.
+        ones of its row, those of this pass too. The room must be reserved. With states only the
+        same token may repeat, and `begins` says whether all positions are 0 or none is.
         """
         read: Tensor | slice
         if rows is None:
@@ -104,11 +229,14 @@ class SlotCache(Cache):  # type: ignore[misc]  # transformers is not typed
             read = rows
         self.length = self.longest = columns
         self.before = columns - 1
+        self._begin_states(None if begins else read)
+        self._rows = read
+        self._owners = None
         # Indices into the storage as [rows · heads · columns, head_dim], for a plain copy instead
         # of an indexed one.
         places: dict[int, Tensor] = {}
 
-        def write(layer: _Layer, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        def write(layer: _Keys, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
             heads = keys.shape[1]
             if heads not in places:
                 lines = rows[:, None] * heads + torch.arange(heads, device=self.device)
@@ -127,6 +255,25 @@ class SlotCache(Cache):  # type: ignore[misc]  # transformers is not typed
         self.write = write
         self._masks = {}
         self._visible = visible
+
+    def _begin_states(self, rows: Tensor | slice | None) -> None:
+        for layer in self._with_states():
+            layer.begin(rows)
+
+    def end(self) -> None:
+        """Stores the states after the pass."""
+        for layer in self._with_states():
+            layer.end(self._rows, self._owners, self.rows)
+
+    @contextmanager
+    def states_unchanged(self) -> Iterator[None]:
+        """Undoes what passes inside this context do to the states. Keys and values need no undoing:
+        a pass that is repeated writes the same.
+        """
+        kept = [(states, states.clone()) for states in self._states()]
+        yield
+        for states, before in kept:
+            states.copy_(before)
 
     def mask(self, window: int | None) -> Tensor | None:
         """Returns the additive mask of the current pass for layers with this window; None: plain
@@ -154,8 +301,10 @@ class SlotCache(Cache):  # type: ignore[misc]  # transformers is not typed
         """Copies rows `origin` over rows `to`."""
         target = torch.tensor(to, device=self.device)
         source = torch.tensor(origin, device=self.device)
-        for states in self.tensors():
-            states[target, :, : self.longest] = states[source, :, : self.longest]
+        for keys_or_values in self._keys_and_values():
+            keys_or_values[target, :, : self.longest] = keys_or_values[source, :, : self.longest]
+        for states in self._states():
+            states[target] = states[source]
 
     def zero(self, rows: list[int]) -> None:
         """Zeroes rows, which may hold values that are not finite."""
@@ -168,34 +317,51 @@ class SlotCache(Cache):  # type: ignore[misc]  # transformers is not typed
         running.
         """
         if not self.fixed:
-            self.__init__(len(self.layers), self.device, self.dtype)  # type: ignore[misc]
+            self.__init__(self.config, self.device, self.dtype)  # type: ignore[misc]
         for states in self.tensors():
             states.zero_()
 
     def tensors(self) -> list[Tensor]:
         """Returns the storage of all rows."""
+        return self._keys_and_values() + self._states()
+
+    def _keys_and_values(self) -> list[Tensor]:
         found: list[Tensor] = []
-        for layer in self._used():
+        for layer in self._with_keys():
             found += [layer.keys, layer.values]
         return found
 
-    def bytes_per_token(self) -> int:
-        """Returns the bytes per token of a row; known after the first pass."""
-        return sum(
-            states.shape[1] * states.shape[3] * states.element_size() for states in self.tensors()
+    def _states(self) -> list[Tensor]:
+        found: list[Tensor] = []
+        for layer in self._with_states():
+            found += layer.stored.values()
+        return found
+
+    def bytes_per_row(self, columns: int) -> int:
+        """Returns the bytes of a row of so many columns; known after the first pass."""
+        size = sum(
+            columns * each.shape[1] * each.shape[3] * each.element_size()
+            for each in self._keys_and_values()
         )
+        return size + sum(states[0].numel() * states.element_size() for states in self._states())
 
     def allocate(self, rows: int, columns: int) -> None:
         """Allocates storage for this many rows and columns, which then neither moves nor grows."""
         self.rows = rows
         self.columns = columns
         self.fixed = True
-        for layer in self._used():
-            layer.lazy_initialization(layer.keys, layer.values)
+        for layer in self._with_keys():
+            layer.make_room(layer.keys, layer.values)
+        for layer in self._with_states():
+            layer.resize(rows)
 
-    def _used(self) -> list[_Layer]:
+    def _with_keys(self) -> list[_Keys]:
         """Returns the layers that have their own keys."""
-        return [layer for layer in self.layers if layer.is_initialized]
+        return [each for each in self.layers if isinstance(each, _Keys) and each.is_initialized]
+
+    def _with_states(self) -> list[_States]:
+        """Returns the layers that keep states."""
+        return [each for each in self.layers if isinstance(each, _States)]
 
     def reserve(self, rows: int, columns: int) -> None:
         """Makes room for this many rows and columns; what is stored stays."""
@@ -206,10 +372,12 @@ class SlotCache(Cache):  # type: ignore[misc]  # transformers is not typed
         assert not self.fixed, "the scheduler admits more than there is room for"
         self.rows = old_rows if rows <= old_rows else max(rows, 2 * old_rows, 8)
         self.columns = old_columns if columns <= old_columns else max(columns, 2 * old_columns, 64)
-        for layer in self._used():
+        for states in self._with_states():
+            states.resize(self.rows)
+        for layer in self._with_keys():
             keys = layer.keys
             values = layer.values
-            layer.lazy_initialization(keys, values)
+            layer.make_room(keys, values)
             layer.keys[:old_rows, :, :old_columns] = keys
             layer.values[:old_rows, :, :old_columns] = values
 

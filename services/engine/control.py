@@ -184,9 +184,9 @@ def add_info(app: FastAPI, engine: Engine) -> None:
         """
         nonlocal counted_at, counted, rate
         now = time.monotonic()
-        tokens = (
-            engine.metrics.registry.get_sample_value("rlhf_engine_generated_tokens_total") or 0.0
-        )
+        sample = engine.metrics.registry.get_sample_value
+        tokens = sample("rlhf_engine_generated_tokens_total") or 0.0
+        prompt_tokens = sample("rlhf_engine_prefilled_tokens_total") or 0.0
         if now - counted_at >= _RATE_S:
             rate = (tokens - counted) / (now - counted_at)
             counted_at = now
@@ -195,6 +195,8 @@ def add_info(app: FastAPI, engine: Engine) -> None:
         waiting = engine.waiting
         load: dict[str, float] = {"num_running_reqs": running, "num_waiting_reqs": waiting}
         load |= {"dp_rank": 0, "num_total_reqs": running + waiting, "gen_throughput": rate}
+        load["max_running_requests"] = engine.scheduler.max_running
+        load["computed_tokens"] = tokens + prompt_tokens
         return {
             "timestamp": time.time(),
             "version": app.version,

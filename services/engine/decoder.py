@@ -5,8 +5,9 @@ tokens. A deterministic decoder works in blocks of one shape (`services.engine.b
 """
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from inspect import signature
 from typing import Any
 
 import numpy as np
@@ -15,20 +16,22 @@ from numpy.typing import NDArray
 from torch import Tensor, UntypedStorage
 
 from common.errors import ConfigError
-from learning.batch_independence import check_batch_independence, next_logprobs
+from learning.batch_independence import check_batch_independence, next_logprobs, rounding
 from learning.parking import storages
 from learning.routing import Experts, Routers
-from services.engine.attention import replace_attention
+from services.engine.attention import attending_to, replace_attention
 from services.engine.blocks import BlockPasses, attended_columns
 from services.engine.cache import SlotCache
 from services.engine.failures import SGLANG, described, remedy
-from services.engine.graphs import StepGraphs, recorder
-from services.engine.sampling import FIELDS, IDLE, Inputs, sample
+from services.engine.graphs import Record, StepGraphs, recorder
+from services.engine.sampling import Inputs, sample
 
 log = logging.getLogger(__name__)
 _KV_SHARE = 0.3
-"""Share of a GPU's free memory that the KV cache may take; a trainer on the same GPU needs the
-rest."""
+"""Share of a GPU's free memory that the cache may take; a trainer on the same GPU needs the rest.
+"""
+_PROBE = 24
+"""Tokens of the made-up sequences of the check at the start."""
 _ALIGNED = 64
 """Columns are a multiple of this, because fused kernels copy unaligned masks."""
 
@@ -40,7 +43,7 @@ class UnfitModel(ConfigError):
 
 
 class Decoder:
-    """A causal language model of transformers with its KV cache, on the device of its weights.
+    """A causal language model of transformers with its cache, on the device of its weights.
 
     On a GPU the cache is allocated once (`reserve`), and decode steps are CUDA graphs.
 
@@ -54,13 +57,16 @@ class Decoder:
         self.config = module.config.get_text_config()
         weight = module.get_input_embeddings().weight
         self.device: torch.device = weight.device
-        self.cache = SlotCache(self.config.num_hidden_layers, self.device, weight.dtype)
+        self.cache = SlotCache(self.config, self.device, weight.dtype)
+        self._low_precision = weight.dtype != torch.float32
+        self._accepted = signature(module.forward).parameters.keys()
         self.blocks: BlockPasses | None = None
         if deterministic:
             self.blocks = BlockPasses(self.cache, self._forward_block)
         self.graphs: StepGraphs | None = None
         if self.device.type == "cuda" and not deterministic:
-            self.graphs = StepGraphs(self._step, recorder(), self.device)
+            self.graphs = StepGraphs(self._step, self._recorder(), self.device)
+        self._attention = module.config._attn_implementation
         self._attends_to_slots = replace_attention(module, self.config, max_context_tokens)
         self.routers: Routers | None = None
         self.no_routed_experts = "this model has not been tried"
@@ -95,7 +101,7 @@ class Decoder:
         return (hidden[rows, self._last][:, None], *rest)
 
     def reserve(self, rows: int) -> int:
-        """Allocates a GPU's KV cache for up to `rows` rows and returns how many fit; on a CPU the
+        """Allocates a GPU's cache for up to `rows` rows and returns how many fit; on a CPU the
         cache grows later.
 
         Raises UnfitModel when the model does not run or does not compute a sequence as if alone,
@@ -109,27 +115,19 @@ class Decoder:
             return rows
 
     def _try(self) -> None:
-        """Prefills two prompts of different lengths and decodes a token for each, without random
-        numbers or CUDA graphs.
-        """
-        prompts = [[0], [0, 0, 0]]
-        state = np.repeat(IDLE, len(prompts), 1)
-        state[FIELDS.index("position")] = [len(prompt) for prompt in prompts]
+        """Computes made-up sequences, without random numbers or CUDA graphs, and compares."""
         try:
-            self.prefill(prompts, [0, 1], 0)
-            self._try_routers(prompts)
-            self._step(torch.from_numpy(state).to(self.device), columns=4, plain=True)
+            self._check_steps()
+            self._try_routers([[0], [0, 0, 0]])
             check_batch_independence(
                 self.module,
                 self._scores,
                 self.device,
                 max_tokens=self.max_context_tokens,
-                low_precision=self.cache.dtype != torch.float32,
+                low_precision=self._low_precision,
             )
             if self.blocks is not None:
                 self.blocks.check(self.module.get_input_embeddings().num_embeddings)
-            if not self.cache.tensors():
-                raise ConfigError("it does not keep what it has read in a KV cache", remedy=SGLANG)
         except Exception as error:
             said = error.message if isinstance(error, ConfigError) else described(error)
             advice = error.remedy if isinstance(error, ConfigError) else remedy(error)
@@ -144,24 +142,69 @@ class Decoder:
                 code=UnfitModel.code,
             ) from error
 
+    def _check_steps(self) -> None:
+        """Checks that prompts of different lengths, and steps after them, compute what transformers
+        computes for a whole sequence, without a cache and with its own attention.
+
+        Raises ConfigError where they do not, as when a layer keeps something of its own.
+        """
+        size = max(2, min(_PROBE, self.max_context_tokens))
+        vocabulary = self.module.get_input_embeddings().num_embeddings
+        sequences = (7 * np.arange(2 * size) % vocabulary).reshape(2, size)
+        rows = np.arange(2)
+        lengths = np.array([1, size // 2])
+        prompts = [row[:length].tolist() for row, length in zip(sequences, lengths, strict=True)]
+
+        whole = self._whole(torch.from_numpy(sequences).to(self.device))
+        logits = self.prefill(prompts, rows.tolist(), 0)
+        change = 0.0
+        for last in range(size // 2):
+            places = lengths - 1 + last
+            if last > 0:
+                logits = self._next_logits(sequences[rows, places], places)
+            difference = logits.log_softmax(-1) - whole[rows, places].log_softmax(-1)
+            change = max(change, float(difference.abs().mean().nan_to_num(nan=0.0)))
+        if change > rounding(self._low_precision):
+            raise ConfigError(
+                "it does not keep all that it has read in transformers' cache: token by token it "
+                f"computes log-probabilities that differ by {change:.2g} nats",
+                remedy=SGLANG,
+            )
+
+    def _whole(self, tokens: Tensor) -> Tensor:
+        """Returns the logits [B, T, V] of whole sequences [B, T], as transformers computes them."""
+        if self._attends_to_slots:
+            self.module.set_attn_implementation(self._attention)
+        logits: Tensor = self.module(input_ids=tokens, use_cache=False).logits
+        replace_attention(self.module, self.config, self.max_context_tokens)
+        return logits.float()
+
+    def _next_logits(self, tokens: NDArray[np.int64], positions: NDArray[np.int64]) -> Tensor:
+        """Returns the logits [B, V] after `tokens` [B] at `positions` [B] of rows 0..B-1."""
+        if self.blocks is not None:
+            return self.blocks.next_logits(tokens, positions)
+        columns = int(positions.max()) + 1
+        on_device = torch.from_numpy(np.stack((tokens, positions))).to(self.device)
+        return self._logits_after(on_device[0], on_device[1], columns)
+
     def _allocate(self, rows: int) -> int:
         columns = -(-self.max_context_tokens // _ALIGNED) * _ALIGNED
         if self.blocks is not None:
             columns = attended_columns(self.max_context_tokens - 1)
-        per_row = self.cache.bytes_per_token() * columns
+        per_row = self.cache.bytes_per_row(columns)
         free, _ = torch.cuda.mem_get_info(self.device)
         fitting = min(rows, int(_KV_SHARE * free) // max(1, per_row))
         size = f"{self.max_context_tokens} tokens at {per_row / 1e6:.1f} MB"
         if not fitting:
             raise ConfigError(
-                f"the KV cache of one completion of {size} does not fit into "
+                f"the cache of one completion of {size} does not fit into "
                 f"{_KV_SHARE:.0%} of {free / 1e9:.1f} GB free",
                 field="--max-context-tokens",
                 value=self.max_context_tokens,
                 remedy="use a shorter context, a smaller model, or a GPU with more free memory",
             )
         self.cache.allocate(fitting, columns)
-        log.info("the KV cache holds %d completions of %s each, on %s", fitting, size, self.device)
+        log.info("the cache holds %d completions of %s each, on %s", fitting, size, self.device)
         return fitting
 
     def storages(self, kind: str) -> list[UntypedStorage]:
@@ -173,10 +216,22 @@ class Decoder:
         self.cache.release()
         return storages(self.cache.tensors(), self.device)
 
+    def _recorder(self) -> Record:
+        """Returns a recorder that leaves the states alone: it also runs the step that it records,
+        and would compute the token twice.
+        """
+        record = recorder()
+
+        def recorded(step: Callable[[], Tensor]) -> Callable[[], Tensor]:
+            with self.cache.states_unchanged():
+                return record(step)
+
+        return recorded
+
     def forget(self) -> None:
         """Drops recorded steps, which contain addresses, and returns free memory to the device."""
         if self.graphs is not None:
-            self.graphs = StepGraphs(self._step, recorder(), self.device)
+            self.graphs = StepGraphs(self._step, self._recorder(), self.device)
             torch.cuda.empty_cache()
 
     def prefill(
@@ -196,19 +251,43 @@ class Decoder:
         """
         if self.blocks is not None:
             return self.blocks.prefill(prompts, owners, first)
-        lengths = [len(prompt) for prompt in prompts]
-        # Padding is on the right, where causal attention never looks: the fastest kernel works,
-        # which takes no mask.
-        self.cache.begin_prefill(lengths, first, owners)
-        self._last = torch.tensor(lengths, device=self.device) - 1
-        try:
-            with self._recording(routed) as routers:
-                logits = self._forward(self._padded(prompts), None, None)
-                if routers is not None:
-                    self.prompt_experts = _by_prompt(routers, lengths)
-        finally:
-            self._last = None
-        return logits[torch.tensor(owners, device=self.device)]
+        parts: list[Tensor] = []
+        order: list[int] = []  # of the prompts, as they are computed
+        experts: list[Experts] = []
+        for together in self._passes(prompts):
+            rows = [row for row, owner in enumerate(owners, first) if owner in together]
+            of_pass = [together.index(owner) for owner in owners if owner in together]
+            chosen = [prompts[index] for index in together]
+            lengths = [len(prompt) for prompt in chosen]
+            self.cache.begin_prefill(lengths, rows, of_pass)
+            self._last = torch.tensor(lengths, device=self.device) - 1
+            try:
+                with self._recording(routed) as routers:
+                    parts.append(self._forward(self._padded(chosen), None, None))
+                    if routers is not None:
+                        experts += _by_prompt(routers, lengths)
+            finally:
+                self._last = None
+            order += together
+
+        place = np.argsort(order)
+        if routed:
+            self.prompt_experts = [experts[index] for index in place]
+        return torch.cat(parts)[torch.from_numpy(place[list(owners)]).to(self.device)]
+
+    def _passes(self, prompts: Sequence[Sequence[int]]) -> list[list[int]]:
+        """Returns the prompts, by number, that are computed together.
+
+        Padding is on the right, where causal attention never looks: the fastest kernel works, which
+        takes no mask. But a state would be that after the padding, so prompts of a model with
+        states are computed with those of the same length.
+        """
+        if not self.cache.has_states:
+            return [list(range(len(prompts)))]
+        by_length: dict[int, list[int]] = {}
+        for index, prompt in enumerate(prompts):
+            by_length.setdefault(len(prompt), []).append(index)
+        return list(by_length.values())
 
     @contextmanager
     def _recording(self, routed: bool) -> Iterator[Routers | None]:
@@ -233,8 +312,8 @@ class Decoder:
         """Returns log-probabilities [rows, T - 1] of `tokens` [rows, T] at `positions`; keeps
         nothing.
         """
-        cache = SlotCache(self.config.num_hidden_layers, self.device, self.cache.dtype)
-        cache.begin_prefill([tokens.shape[1]] * len(tokens), 0, [])
+        cache = SlotCache(self.config, self.device, self.cache.dtype)
+        cache.begin_prefill([tokens.shape[1]], [], [])
         return next_logprobs(self._logits(tokens, positions, None, cache=cache), tokens)
 
     def _padded(self, prompts: Sequence[Sequence[int]]) -> Tensor:
@@ -271,16 +350,17 @@ class Decoder:
         """One step without synchronisation: equal shapes run the same operations, so a CUDA graph
         can replay it.
         """
-        tokens = state[0].long()
-        positions = state[1].long()
-        self.cache.begin_tokens(positions, columns)
-        mask = None if self._attends_to_slots else self.cache.mask(None)
         with self._recording(routed) as routers:
-            logits = self._forward(tokens[:, None], positions[:, None], mask)
+            logits = self._logits_after(state[0].long(), state[1].long(), columns)
             sampled = sample(logits, state, plain, kept=kept)
             if routers is None:
                 return sampled
             return torch.cat((sampled, routers.recorded().double()))
+
+    def _logits_after(self, tokens: Tensor, positions: Tensor, columns: int) -> Tensor:
+        """Computes `tokens` [B] at `positions` [B] of rows 0..B-1; returns the logits [B, V]."""
+        self.cache.begin_tokens(positions, columns)
+        return self._forward_block(tokens, positions, needs_logits=True)
 
     def _forward_block(self, tokens: Tensor, positions: Tensor, needs_logits: bool) -> Tensor:
         """Computes one token for each of `positions` [B]; see `services.engine.blocks.Forward`."""
@@ -312,18 +392,17 @@ class Decoder:
         cache: SlotCache,
     ) -> Any:
         """Returns the outputs of the model or of its decoder, `module`."""
-        options: dict[str, SlotCache] = {}
-        if self._attends_to_slots:  # transformers takes a 4-D mask as final and makes none
-            mask = tokens.new_ones(1, 1, 1, 1, dtype=torch.bool)
-            options["slots"] = cache
-        return module(
-            input_ids=tokens,
-            attention_mask=mask,
-            position_ids=positions,
-            past_key_values=cache,
-            use_cache=True,
-            **options,
-        )
+        # A model without attention may have no positions, and another name for its cache.
+        options = {
+            "position_ids": positions,
+            "past_key_values": cache,
+            "cache_params": cache,
+        }
+        accepted = {name: options[name] for name in options.keys() & self._accepted}
+        with attending_to(cache):
+            outputs = module(input_ids=tokens, attention_mask=mask, use_cache=True, **accepted)
+        cache.end()
+        return outputs
 
 
 def _by_prompt(routers: Routers, lengths: Sequence[int]) -> list[Experts]:

@@ -120,6 +120,8 @@ class Scheduler:
                     sequence.experts = [self.model.prompt_experts[owner]]
             self.prefilled.inc(sum(map(len, prompts)))
             self.rows.add(sequences, [len(prompts[owner]) for owner in owners])
+            # Until now they waited: an engine that computes a long prompt is not idle.
+            self.waiting -= len(sequences)
             for group in batch:
                 for index, sequence in enumerate(group):
                     sequence.note_version(self.weight_version, len(sequence.tokens))
@@ -141,7 +143,6 @@ class Scheduler:
                 break  # all rows share the weights: wait until they are done
             batch.append(self._queue.popleft())
             free -= len(group)
-            self.waiting -= len(group)
         return batch
 
     def _advance(self, first: int, sampled: NDArray[np.float64]) -> None:

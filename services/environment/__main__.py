@@ -38,7 +38,9 @@ def run(settings: config.Config) -> None:
     service = EpisodeService(
         section,
         template,
-        router=RolloutClient("rollout-server", router_url),
+        router=RolloutClient(
+            "rollout-server", router_url, deadline_s=settings.limits.service_timeout_s
+        ),
         stop_token_ids=stop_token_ids,
         metrics=metrics,
         gateway=place.url(topology.ENVIRONMENT, section.port, place.node_rank),

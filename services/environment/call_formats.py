@@ -9,14 +9,24 @@ import ast
 import json
 import re
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any, NamedTuple
 from urllib.parse import unquote
 
 from common import Json
 from services.environment.messages import Message, Tools, encodable, made_tool_call
 
-Call = tuple[str, Any]
-"""The name of a tool and its arguments."""
+
+class Call(NamedTuple):
+    """A tool call."""
+
+    name: str
+    arguments: Any
+    id: str = ""
+    """The id that the model wrote; empty if its format has none, or the model wrote no usable
+    one."""
+
+
 Schemas = Mapping[str, Any]
 """The schema of every offered tool's arguments, by the tool's name."""
 Read = Callable[[str, Schemas], list[Call]]
@@ -119,7 +129,12 @@ def _call(content: Any) -> Call:
     arguments = content.get("arguments", content.get("parameters")) or {}
     if isinstance(arguments, str):
         arguments = _json(arguments) if arguments.strip() else {}
-    return name, _mapping(arguments)
+    identifier = content.get("id")
+    is_usable = isinstance(identifier, str) and _MISTRAL_ID.fullmatch(identifier)
+    return Call(name, _mapping(arguments), identifier if is_usable else "")
+
+
+_MISTRAL_ID = re.compile("[A-Za-z0-9]{9}")
 
 
 def _mapping(arguments: Any) -> Json:
@@ -142,7 +157,7 @@ def _read_bare(text: str, schemas: Schemas) -> list[Call]:
         if is_marked or (named is not None and named[1] in schemas):
             raise
         return []
-    return [call] if is_marked or call[0] in schemas else []
+    return [call] if is_marked or call.name in schemas else []
 
 
 _PYTHON_TAG = "<|python_tag|>"
@@ -150,14 +165,17 @@ _NAMED = re.compile(r'\{\s*(?:"type"\s*:\s*"function"\s*,\s*)?"name"\s*:\s*"([^"
 
 
 def _named_json(head: str) -> Read:
-    """Returns a reader of calls that are a name, which `head` matches, and a JSON object."""
-    pattern = re.compile(rf"\s*{head}\s*(\{{.*\}})(?:\s*```)?\s*\Z", re.DOTALL)
+    """Returns a reader of calls that are a `name` and perhaps an `id`, groups of `head`, and a JSON
+    object.
+    """
+    pattern = re.compile(rf"\s*{head}\s*(?P<arguments>\{{.*\}})(?:\s*```)?\s*\Z", re.DOTALL)
 
     def read(text: str, schemas: Schemas) -> list[Call]:
         match = pattern.match(text)
         if match is None:
             raise ValueError("the tool call is not a name and JSON")
-        return [(match[1], _mapping(_json(match[2])))]
+        arguments = _mapping(_json(match["arguments"]))
+        return [Call(match["name"], arguments, match.groupdict().get("id") or "")]
 
     return read
 
@@ -188,7 +206,7 @@ def _tagged(start: str, end: str, argument: tuple[str, str]) -> Read:
                 raise ValueError(f"the arguments of {name} are not all closed")
             schema = schemas.get(name)
             values = {key: _typed(value, schema, key) for key, value in arguments.findall(body)}
-            found.append((name, values))
+            found.append(Call(name, values))
         if not found:
             raise ValueError("the tool call has no name")
         return found
@@ -205,8 +223,11 @@ def _typed(text: str, parameters: Any, name: str) -> Any:
     try:
         value = _json(text)
     except ValueError:
-        # Templates that print Python's values write True, False and None.
+        # Templates that print Python's values write True, False, None, and lists with such quotes.
         value = _PYTHON_WORDS.get(text.strip(), text)
+        if text.lstrip()[:1] in ("[", "{"):
+            with suppress(ValueError):
+                value = _literal(_parsed(text.strip()))
     if isinstance(value, str):  # text is never read as JSON text
         return text
     properties = parameters.get("properties") if isinstance(parameters, dict) else None
@@ -290,20 +311,29 @@ def _read_python(text: str, schemas: Schemas) -> list[Call]:
         # One call on every line.
         source = "[" + ",".join(source.splitlines()) + "]"
     for attempt in (source, source.replace("\n", "\\n")):  # templates leave line ends in strings
-        try:
-            listed = ast.parse(attempt, mode="eval").body
-        except (SyntaxError, ValueError, RecursionError, MemoryError):
-            continue
-        if isinstance(listed, ast.List):
-            return [_python_call(each) for each in listed.elts]
+        with suppress(_NoPython):
+            listed = _parsed(attempt)
+            if isinstance(listed, ast.List):
+                return [_python_call(each) for each in listed.elts]
     raise ValueError("the tool call is not a list of Python calls")
+
+
+class _NoPython(ValueError):
+    pass
+
+
+def _parsed(source: str) -> ast.expr:
+    try:
+        return ast.parse(source, mode="eval").body
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        raise _NoPython(f"the text is no expression of Python: {error}") from None
 
 
 def _python_call(node: ast.expr) -> Call:
     if not isinstance(node, ast.Call) or node.args:
         raise ValueError("the tool call is not a Python call with named arguments")
     arguments = {str(each.arg): _literal(each.value) for each in node.keywords}
-    return ast.unparse(node.func), arguments
+    return Call(ast.unparse(node.func), arguments)
 
 
 def _literal(node: ast.expr) -> Any:
@@ -332,7 +362,7 @@ def _read_gemma(text: str, schemas: Schemas) -> list[Call]:
             parts[i] = json.dumps(part)
         else:
             parts[i] = re.sub(r'([{,]\s*)([^\s{}\[\],:"]+)(\s*:)', r'\1"\2"\3', part)
-    return [(match[1], _mapping(_json("".join(parts))))]
+    return [Call(match[1], _mapping(_json("".join(parts))))]
 
 
 _CHANNEL = r"(?:<\|start\|>assistant)?"
@@ -351,7 +381,7 @@ FORMATS = (
     HERMES,
     CallFormat(
         "Qwen3-Coder",
-        _pieces("<tool_call>", "</tool_call>", holds=_value(_PARAMETER)),
+        _pieces("<(?:seed:)?tool_call>", "</(?:seed:)?tool_call>", holds=_value(_PARAMETER)),
         _tagged(r"<function=([^\s>]+)>", "</function>", _PARAMETER),
     ),
     CallFormat(
@@ -393,7 +423,7 @@ FORMATS = (
         ),
         # The models write `json` or `code`, with its mark or without, and often in `analysis`.
         _named_json(
-            r"([^\s<]+)(?:<\|channel\|>(?:analysis|commentary))?(?:\s*<\|constrain\|>)?"
+            r"(?P<name>[^\s<]+)(?:<\|channel\|>(?:analysis|commentary))?(?:\s*<\|constrain\|>)?"
             r"\s*[a-z]*<\|message\|>"
         ),
     ),
@@ -402,7 +432,9 @@ FORMATS = (
         _pieces(
             "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", markup="<｜tool▁calls▁(?:begin|end)｜>"
         ),
-        _named_json(r"(?:function<｜tool▁sep｜>)?([^\s<{]+)(?:<｜tool▁sep｜>)?(?:\s*```json)?"),
+        _named_json(
+            r"(?:function<｜tool▁sep｜>)?(?P<name>[^\s<{]+)(?:<｜tool▁sep｜>)?(?:\s*```json)?"
+        ),
     ),
     CallFormat(
         "Kimi",
@@ -411,7 +443,10 @@ FORMATS = (
             r"<\|tool_call_end\|>",
             markup=r"<\|tool_calls?_section_(?:begin|end)\|>",
         ),
-        _named_json(r"(?:functions\.)?([^\s<:]+)(?::\d+)?\s*<\|tool_call_argument_begin\|>"),
+        # The template repeats the id before the result of its call.
+        _named_json(
+            r"(?P<id>(?:functions\.)?(?P<name>[^\s<:]+)(?::\d+)?)\s*<\|tool_call_argument_begin\|>"
+        ),
     ),
     CallFormat(
         "invoke",
@@ -433,12 +468,17 @@ FORMATS = (
             r"(?=\[TOOL_CALLS\])",
             thought=r"\A\s*+\[THINK\](?P<thought>.*?)(?:\[/THINK\]|\Z)",
         ),
-        _named_json(r"([^\s\[{]+)(?:\[CALL_ID\][^\[]*)?(?:\[ARGS\])?"),
+        _named_json(
+            r"(?P<name>[^\s\[{]+)(?:\[CALL_ID\](?:(?P<id>[A-Za-z0-9]{9})(?=\[)|[^\[]*))?(?:\[ARGS\])?"
+        ),
     ),
     CallFormat("Mistral lists", _pieces(r"\[TOOL_CALLS\]", r"\Z"), _read_json),
     CallFormat(
         "lists after a mark",
-        _pieces(r"(?:<\|tool_call\|>|<tool_calls>)", r"(?:<\|/tool_call\|>|</tool_calls>)"),
+        _pieces(
+            r"(?:<\|tool_call\|>|<tool_calls>|<TOOLCALL>)",
+            r"(?:<\|/tool_call\|>|</tool_calls>|</TOOLCALL>)",
+        ),
         _read_json,
     ),
     CallFormat(
@@ -453,7 +493,12 @@ FORMATS = (
     ),
     CallFormat(
         "Llama 3",
-        _pieces(r"(?:\A|(?<=</think>)|(?<=\});)\s*+(?=<\|python_tag\|>|\{)", r"(?=;)|\Z"),
+        _pieces(
+            r"(?:\A|(?<=</think>)|(?<=<\|python_start\|>)|(?<=<\|python_end\|>)|(?<=\});)"
+            r"\s*+(?=<\|python_tag\|>|\{)",
+            r"(?=;|<\|python_end\|>)|\Z",
+            markup=r"<\|python_(?:start|end)\|>",  # of Llama 4
+        ),
         _read_bare,
     ),
 )
@@ -508,8 +553,10 @@ def parse_answer(
         content = content.lstrip()
     if calls and not problem:
         fields["tool_calls"] = []
-        for number, (name, arguments) in enumerate(calls):
-            fields["tool_calls"].append(made_tool_call(f"call_{answer}_{number}", name, arguments))
+        for number, call in enumerate(calls):
+            # Nine letters and digits, as Mistral's templates want it.
+            made = f"call{answer:03}{number:02}"
+            fields["tool_calls"].append(made_tool_call(call.id or made, call.name, call.arguments))
         content = "".join(spoken).strip()
     return Parsed(Message(fields | {"content": content}), problem)
 

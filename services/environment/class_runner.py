@@ -76,7 +76,7 @@ class EpisodeRun:
     async def play(self) -> None:
         """Plays the episode and closes the environment. Raises what `EpisodeRunner.run` records."""
         try:
-            async with asyncio.timeout(self._limits.deadline_s):
+            async with self._session.clock.limit(self._limits.deadline_s):
                 await self._play_and_grade()
         except TimeoutError:
             raise  # without `close`, since a method may still be running in the object
@@ -285,7 +285,7 @@ class EpisodeRun:
         if is_coroutine:
             return await self._threads.run_coroutine(function, name, timeout_s)
         try:
-            result = await self._threads.run(function, name, timeout_s)
+            result = await self._threads.run(function, name, timeout_s, self._session.clock)
         except ValueError as error:
             # Some libraries limit their time with an alarm, which only the main thread can set.
             if not needs_main_thread(error):

@@ -70,22 +70,26 @@ class Message:
         if self.role != sent.role or self._parts[1] != sent._parts[1]:
             return False
         has_tool_calls = "tool_calls" in self.fields or "tool_calls" in sent.fields
-        return not has_tool_calls or self._calls == sent._calls
+        return not has_tool_calls or self._written == sent._written or self._calls == sent._calls
 
     def has_thoughts_of(self, sent: "Message") -> bool:
         """Whether the thoughts agree; this tells two equal answers apart."""
         return self._parts[0] == sent._parts[0]
 
     @cached_property
+    def _written(self) -> str:
+        """The tool calls as JSON, without their ids, since programs make their own."""
+        return json.dumps([call["function"] for call in self.tool_calls])
+
+    @cached_property
     def _calls(self) -> str:
-        """The tool calls as text, without their ids, since programs make their own.
+        """The tool calls as text in which the same ones are equal, however a program wrote them.
 
         Numbers that JavaScript does not tell apart are written alike: 1.0 comes back from it as 1,
         and an integer from 2^53 on as the nearest float.
         """
-        written = json.dumps([call["function"] for call in self.tool_calls])
         # `float` of a number's text: an integer may be beyond all floats, and becomes infinity.
-        calls = json.loads(written, parse_int=_number, parse_float=_number)
+        calls = json.loads(self._written, parse_int=_number, parse_float=_number)
         return json.dumps(calls, sort_keys=True)
 
 
@@ -165,38 +169,43 @@ def parse_messages(content: Any, where: str = "messages") -> list[Message]:
             value=content,
             remedy="send at least one message",
         )
-    return [_parse_message(each, f"{where}[{i}]") for i, each in enumerate(content)]
-
-
-def _parse_message(content: Any, where: str) -> Message:
     try:
-        sent = msgspec.convert(content, _Sent)
+        # All at once: this takes a third of the time of one after the other.
+        sent = msgspec.convert(content, list[_Sent])
     except msgspec.ValidationError as error:
         reason, _, path = str(error).partition(" - at `$")
+        wrong = path.partition("]")[0].lstrip("[")
         raise InvalidInput(
             f"a message is not as in OpenAI's chat completions: {reason}",
             field=where + path.rstrip("`"),
-            value=content,
+            value=content[int(wrong)],
             remedy=f"send {{role, content}}; each of the assistant's tool_calls is {_CALL_FORM}",
         ) from None
+    return [_message(each, i, where) for i, each in enumerate(sent)]
 
-    fields: Json = {
-        "role": "system" if sent.role == "developer" else sent.role,
-        "content": text_of(sent.content, f"{where}.content"),
-        "name": sent.name,
-        "tool_call_id": sent.tool_call_id,
-    }
+
+def _message(sent: _Sent, number: int, where: str) -> Message:
+    content = sent.content
+    if not (isinstance(content, str) and content.isascii()):
+        content = text_of(content, f"{where}[{number}].content")
+    fields: Json = {"role": "system" if sent.role == "developer" else sent.role, "content": content}
+    # Chat templates ask which of these a message has.
+    if sent.name:
+        fields["name"] = sent.name
+    if sent.tool_call_id:
+        fields["tool_call_id"] = sent.tool_call_id
     if sent.role == "assistant":
         thoughts = sent.reasoning_content or sent.reasoning
-        fields["reasoning_content"] = thoughts if isinstance(thoughts, str) else None
-        fields["tool_calls"] = [
-            made_tool_call(
-                call.id or "", call.function.name, _parsed_arguments(call.function.arguments)
-            )
-            for call in sent.tool_calls or []
-        ]
-    # Chat templates ask which of them a message has.
-    return Message({name: value for name, value in fields.items() if value or name == "content"})
+        if thoughts and isinstance(thoughts, str):
+            fields["reasoning_content"] = thoughts
+        if sent.tool_calls:
+            fields["tool_calls"] = [
+                made_tool_call(
+                    call.id or "", call.function.name, _parsed_arguments(call.function.arguments)
+                )
+                for call in sent.tool_calls
+            ]
+    return Message(fields)
 
 
 def text_of(content: Any, where: str) -> str:

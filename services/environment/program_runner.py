@@ -43,6 +43,9 @@ from services.environment.user_server import PORT, UserServer, is_url
 GRACE_S = 10.0
 """Time in which a program must end by itself after its reward call."""
 _SHOWN_CHARS = 1000
+_ENGINES_S = 86_400.0
+"""Most seconds that an episode is taken to wait for its model: containers that are older were left
+behind."""
 
 
 class ProgramRunner(EpisodeRunner):
@@ -117,7 +120,7 @@ class ProgramRunner(EpisodeRunner):
         async with self._slots, address as url:
             try:
                 # The deadline starts when the program does.
-                async with asyncio.timeout(limits.deadline_s):
+                async with session.clock.limit(limits.deadline_s):
                     if url:
                         reward = await self._post_task(url, content, session)
                     else:
@@ -138,7 +141,8 @@ class ProgramRunner(EpisodeRunner):
         None.
         """
         home = await asyncio.to_thread(self._folders.make)
-        spec = Spec(lifetime_s=limits.deadline_s, image=self._section.image)
+        # The engines' time is not part of the deadline.
+        spec = Spec(lifetime_s=limits.deadline_s + _ENGINES_S, image=self._section.image)
         task: HarborTask | None = None
         try:
             if self._plays_tasks:
@@ -146,7 +150,8 @@ class ProgramRunner(EpisodeRunner):
                 spec = task.spec(spec)
             container = await self._runtime.start(spec, home)
             try:
-                async with asyncio.timeout(task.settings.agent.timeout_sec if task else None):
+                agent_s = task.settings.agent.timeout_sec if task else None
+                async with session.clock.limit(agent_s):
                     reward = await self._reward_of(container, content, session)
                 if task is None:
                     return reward

@@ -214,7 +214,6 @@ class EpisodeService:
                 stop_token_ids=self._stop_token_ids,
                 sampling_seed=seed,
                 parameters=stops,
-                deadline_s=request.limits.deadline_s,
             )
             return completion_from_answer(answer, policy.version if policy.adapter else None)
 

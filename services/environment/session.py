@@ -18,6 +18,7 @@ from common.wire.schemas import (
     Int32,
     StopReason,
 )
+from services.environment.clock import EpisodeClock
 from services.environment.messages import Message, Tools
 from services.environment.template import Template, cut
 from services.environment.tree import SessionTree, TurnNode
@@ -180,6 +181,8 @@ class Session:
     ) -> None:
         self.id = identifier
         self.tree = SessionTree()
+        self.clock = EpisodeClock()
+        """Measures the episode's own time, without that of the engines."""
         self.closed = False
         self.stop_reason: StopReason = ""
         """What cut the latest call short; a complete answer clears it."""
@@ -350,7 +353,8 @@ class Session:
         seed = int.from_bytes(hashlib.blake2b(named, digest_size=4).digest())
         seed &= 0x7FFFFFFF  # not negative as an int32
         try:
-            completion = await self._sample(prompt, max_new_tokens, seed, options.stop)
+            with self.clock.stopped():
+                completion = await self._sample(prompt, max_new_tokens, seed, options.stop)
         except BaseException as error:
             self.turns -= 1  # the call may be repeated
             if isinstance(error, ServiceError):

@@ -6,9 +6,13 @@ earlier answers (strips thoughts, reformats tool calls). `Template` verifies on 
 that this text depends only on the new messages, or refuses with the reason.
 """
 
+import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
+from copy import deepcopy
+from functools import lru_cache
+from itertools import product
 from types import MappingProxyType
 from typing import Any
 
@@ -39,6 +43,10 @@ _ARGUMENTS: tuple[Json, ...] = (
     {"x": 'say "hi"\n{2}', "n": -4, "flag": False, "items": []},
 )
 """Arguments of two made-up calls, which the template writes and the gateway has to read back."""
+_PROMPTS = 64
+"""Prompts whose tokens are kept."""
+_IDS = ("call{:05}", "functions.probe_tool:{}")
+"""Ids of made-up calls: as Mistral's templates want them, and as Kimi K2 reads the name in them."""
 
 
 _TYPES = {"x": "string", "n": "integer", "flag": "boolean", "items": "array"}
@@ -76,6 +84,9 @@ class Template:
         variables: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
         self._tokenizer = tokenizer
+        self._backend = _backend_of(tokenizer)
+        # The episodes of a group begin alike.
+        self._prompt_tokens = lru_cache(_PROMPTS)(self._encode)
         self._variables = variables
         self._stop_tokens = {tokenizer.decode([token]): token for token in stop_token_ids}
         """The tokens that end an answer, by their text."""
@@ -84,6 +95,8 @@ class Template:
             raise self._refused("the model has none")
         self.call_format: CallFormat = HERMES
         """How the model writes thoughts and tool calls."""
+        self._arguments_are_text = False
+        """Whether the template takes a call's arguments only as JSON text."""
         self.no_tools = self._verify()
         """Why tools cannot be used; empty if they can."""
 
@@ -91,7 +104,7 @@ class Template:
         """Returns the tokens of a new conversation, up to the answer. Raises InvalidInput when the
         template refuses it.
         """
-        return self._encode(self._render(messages, tools))
+        return list(self._prompt_tokens(self._render(messages, tools)))
 
     def continuation(
         self,
@@ -132,19 +145,21 @@ class Template:
         return parse_answer(text, tools, self.call_format, answer)
 
     def _encode(self, text: str) -> list[int]:
-        ids: list[int] = self._tokenizer(text, add_special_tokens=False, verbose=False).input_ids
-        return ids
+        if self._backend is not None:
+            return list(self._backend.encode(text, add_special_tokens=False).ids)
+        return _encoded(self._tokenizer, text)
 
     def text(self, token_ids: Sequence[int]) -> str:
         """Returns the text of tokens, unchanged."""
-        ids = np.asarray(token_ids, np.int32)  # a list would be checked item by item
-        return str(self._tokenizer.decode(ids, skip_special_tokens=False))
+        if self._backend is not None:
+            return str(self._backend.decode(token_ids, skip_special_tokens=False))
+        return _decoded(self._tokenizer, token_ids)
 
     def _render(self, messages: Sequence[Message], tools: Tools, asks: bool = True) -> str:
         """Returns the text of a conversation, and if it `asks`, the start of the next answer."""
         try:
             text = self._tokenizer.apply_chat_template(
-                [message.fields for message in messages],
+                [self._fields(message) for message in messages],
                 tools=list(tools) or None,
                 tokenize=False,
                 add_generation_prompt=asks,
@@ -157,6 +172,18 @@ class Template:
                 remedy="see the template of the model",
             ) from None
         return str(text)
+
+    def _fields(self, message: Message) -> Json:
+        """Returns a message as the template takes it."""
+        if not (self._arguments_are_text and message.tool_calls):
+            return message.fields
+        calls = []
+        for call in message.tool_calls:
+            arguments = call["function"]["arguments"]
+            if not isinstance(arguments, str):
+                arguments = json.dumps(arguments, ensure_ascii=False)
+            calls.append(made_tool_call(call["id"], call["function"]["name"], arguments))
+        return message.fields | {"tool_calls": calls}
 
     def _after(
         self,
@@ -187,13 +214,19 @@ class Template:
         continue a conversation.
         """
         question = [user_message("x")]
-        silent = self._render(question, [], asks=False)
-        asking = self._render(question, [])
-        if not asking.startswith(silent) or asking == silent:
-            raise self._refused("it writes nothing that starts an answer")
-        answer_start = asking[len(silent) :]
-
         answer = _stand_in(Message({"role": "assistant", "content": ""}))
+        try:
+            silent = self._render(question, [], asks=False)
+            asking = self._render(question, [])
+            whole = self._render([*question, answer], [], asks=False)
+        except InvalidInput as error:
+            raise self._refused(error.message) from None
+        # Phi-3's ends with another token when it does not ask. Mistral's answers begin right after
+        # the question, without anything that starts them.
+        answer_start = asking[len(_common(asking, silent)) :]
+        if not answer_start and not whole[len(asking) :].lstrip().startswith(_MARK):
+            raise self._refused("it writes nothing that starts an answer")
+
         messages = [user_message(text) for text in _NEW_TEXTS]
         no_tools = self._verify_tools(question)
         # gpt-oss ends a final answer in the history otherwise than the engine does. Its calls
@@ -210,43 +243,55 @@ class Template:
         try:
             if "probe_tool" not in self._render(question, [_TOOL]):
                 return "it does not write the tools into the prompt"
-            try:
-                calling, results = self._choose_format(question, 2)
-            except InvalidInput:  # some templates write one call in an answer
-                calling, results = self._choose_format(question, 1)
-            self._check(_stand_in(calling), results, [_TOOL], "")
         except InvalidInput as error:
             return str(error)
-        return ""
+        problems: list[str] = []
+        # Some templates want arguments as text, or ids that carry the name of the tool; some write
+        # one call in an answer.
+        for attempt in product((False, True), _IDS, (2, 1)):
+            self._arguments_are_text, identifier, count = attempt
+            try:
+                calling, results = self._choose_format(question, identifier, count)
+                self._check(_stand_in(calling), results, [_TOOL], "")
+                return ""
+            except InvalidInput as error:
+                problems.append(str(error))
+        self._arguments_are_text = False
+        return problems[1]  # of one ordinary call
 
-    def _choose_format(self, question: list[Message], count: int) -> tuple[Message, list[Message]]:
+    def _choose_format(
+        self, question: list[Message], identifier: str, count: int
+    ) -> tuple[Message, list[Message]]:
         """Chooses the format that reads back what the template writes for an answer with `count`
         calls; returns this answer, and the calls' results. Raises InvalidInput with the reason
         when there is none.
         """
         calls = [
-            made_tool_call(f"call{number:05}", "probe_tool", arguments)
-            for number, arguments in enumerate(_ARGUMENTS[:count], 1)
+            made_tool_call(identifier.format(number), "probe_tool", arguments)
+            for number, arguments in enumerate(_ARGUMENTS[:count])
         ]
         answer = Message({"role": "assistant", "content": "", "tool_calls": calls})
         results = [tool_message(text, call) for text, call in zip(_NEW_TEXTS, calls, strict=False)]
-        asking = self._render(question, [_TOOL])
         whole = self._render([*question, answer, *results], [_TOOL])
 
-        # The answer begins where the two differ, and ends with a stop token.
-        start = len(os.path.commonprefix([asking, whole]))  # noqa: RUF071 - of characters
-        written, _, _ = cut(whole[start:], self._stop_tokens)
-        if "probe_tool" not in written:
-            raise InvalidInput("it writes no tool calls")
-
-        expected = [call["function"] for call in calls]
-        for call_format in FORMATS:
-            message, _ = parse_answer(written, [_TOOL], call_format)
-            if [call["function"] for call in message.tool_calls] == expected:
-                self.call_format = call_format
-                return answer, results
+        # The answer begins where the two differ, and ends with a stop token. What asks for an
+        # answer may begin like the mark of a call, which is then cut: so it is also read with what
+        # the template writes before it.
+        texts: list[str] = []
+        for asks in (True, False):
+            asking = self._render(question, [_TOOL], asks)
+            written, _, _ = cut(whole[len(_common(asking, whole)) :], self._stop_tokens)
+            texts.append(written)
+            if "probe_tool" not in written:
+                raise InvalidInput("it writes no tool calls")
+            expected = [call["function"] for call in calls]
+            for call_format in FORMATS:
+                message, _ = parse_answer(written, [_TOOL], call_format)
+                if [call["function"] for call in message.tool_calls] == expected:
+                    self.call_format = call_format
+                    return answer, results
         raise InvalidInput(
-            f"the tool calls that it writes cannot be read back: {shorten(written)!r}"
+            f"the tool calls that it writes cannot be read back: {shorten(texts[0])!r}"
         )
 
     def _check(
@@ -291,6 +336,38 @@ class Template:
         )
 
 
+def _encoded(tokenizer: Any, text: str) -> list[int]:
+    ids: list[int] = tokenizer(text, add_special_tokens=False, verbose=False).input_ids
+    return ids
+
+
+def _decoded(tokenizer: Any, token_ids: Sequence[int]) -> str:
+    ids = np.asarray(token_ids, np.int32)  # a list would be checked item by item
+    return str(tokenizer.decode(ids, skip_special_tokens=False))
+
+
+def _backend_of(tokenizer: Any) -> Any:
+    """Returns a copy of the tokenizer inside transformers' own, which costs a third of the time;
+    None if there is none, or it gives other tokens or text.
+    """
+    backend = deepcopy(getattr(tokenizer, "backend_tokenizer", None))
+    if backend is None:
+        return None
+    # Whoever else uses the original may set these.
+    backend.no_truncation()
+    backend.no_padding()
+    backend.encode_special_tokens = bool(getattr(tokenizer, "split_special_tokens", False))
+    probe = f"{_PROBE}{tokenizer.eos_token or ''}"
+    ids = _encoded(tokenizer, probe)
+    same_ids = backend.encode(probe, add_special_tokens=False).ids == ids
+    same_text = backend.decode(ids, skip_special_tokens=False) == _decoded(tokenizer, ids)
+    return backend if same_ids and same_text else None
+
+
+_PROBE = "<s> It's 1 , 2 .\n\n  é ▁ 好 \U0001f600\t</s>\r\n<|im_start|> don't"
+"""Where a tokenizer may differ from the one inside it: marks, blanks and what is cleaned up."""
+
+
 def cut(text: str, stops: Iterable[str]) -> tuple[str, str, str]:
     """Returns a text before its first stop text, that stop text, and the text after it. Without
     one, the whole text comes before.
@@ -299,6 +376,11 @@ def cut(text: str, stops: Iterable[str]) -> tuple[str, str, str]:
     found = [(place, stop) for place, stop in places if place >= 0]
     place, stop = min(found, default=(len(text), ""))
     return text[:place], stop, text[place + len(stop) :]
+
+
+def _common(one: str, other: str) -> str:
+    """Returns the text with which both begin."""
+    return os.path.commonprefix([one, other])  # noqa: RUF071 - of characters
 
 
 def _stand_in(answer: Message) -> Message:

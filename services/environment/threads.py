@@ -5,10 +5,12 @@ can replace it.
 import asyncio
 import logging
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 from common.process.daemon_threads import in_daemon_thread, sent_on
+from services.environment.clock import EpisodeClock
 from services.environment.outcome import EnvironmentLost, timed_out
 
 log = logging.getLogger(__name__)
@@ -85,26 +87,39 @@ class Threads:
         )
 
     async def run(
-        self, function: Callable[[], Any], name: str, timeout_s: float | None = None
+        self,
+        function: Callable[[], Any],
+        name: str,
+        timeout_s: float | None = None,
+        clock: EpisodeClock | None = None,
     ) -> Any:
-        """Returns or raises what `function` does.
+        """Returns or raises what `function` does. `clock` stands still while it waits for a thread.
 
         Raises EnvironmentLost when too many calls hang, and ToolFailed `timeout_s` seconds after
         the beginning of the call.
         """
-        async with self._slots:
-            self._check()
-            done = asyncio.wrap_future(in_daemon_thread(function, "environment"))
-            try:
-                async with asyncio.timeout(timeout_s) as limit:
-                    return await asyncio.shield(done)
-            except (asyncio.CancelledError, TimeoutError):
-                if not done.done():
-                    self._count_hung(name)
-                    done.add_done_callback(lambda _: self._end_hung())
-                if limit.expired():
-                    raise timed_out(timeout_s) from None
-                raise
+        with clock.stopped() if clock else nullcontext():
+            await self._slots.acquire()
+        try:
+            return await self._run_now(function, name, timeout_s)
+        finally:
+            self._slots.release()
+
+    async def _run_now(
+        self, function: Callable[[], Any], name: str, timeout_s: float | None
+    ) -> Any:
+        self._check()
+        done = asyncio.wrap_future(in_daemon_thread(function, "environment"))
+        try:
+            async with asyncio.timeout(timeout_s) as limit:
+                return await asyncio.shield(done)
+        except (asyncio.CancelledError, TimeoutError):
+            if not done.done():
+                self._count_hung(name)
+                done.add_done_callback(lambda _: self._end_hung())
+            if limit.expired():
+                raise timed_out(timeout_s) from None
+            raise
 
     async def run_coroutine(
         self, function: Callable[[], Any], name: str, timeout_s: float | None = None

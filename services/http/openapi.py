@@ -2,6 +2,7 @@
 write themselves.
 """
 
+from functools import cache
 from http import HTTPStatus
 from typing import Any
 
@@ -15,6 +16,7 @@ Schema = dict[str, Any]
 """A JSON schema (2020-12), as in OpenAPI 3.1."""
 
 
+@cache
 def struct_schema(kind: type[msgspec.Struct]) -> Schema:
     """Returns the schema of a struct of `common.wire.schemas` without references, which OpenAPI
     resolves elsewhere.

@@ -7,9 +7,9 @@ from urllib.parse import quote
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from common.errors import ServiceError, shorten
-from common.process import logs
+from common.process import logs, progress
 from common.process.metrics import Metrics
-from common.wire.attempts import ASKED_ATTEMPT, ATTEMPT, LOST, WORKING
+from common.wire.attempts import ASKED_ATTEMPT, ATTEMPT, LOST, PROGRESS, WORKING
 
 log = logging.getLogger(__name__)
 _POLLED = frozenset(
@@ -69,7 +69,11 @@ class RequestTracing:
                 message["headers"] = [*message["headers"], (_HEADER, identifier.encode())]
                 if asked:
                     state = WORKING if asked in self._attempts else LOST
-                    message["headers"].append((ASKED_ATTEMPT.encode(), state.encode()))
+                    message["headers"] += [
+                        (ASKED_ATTEMPT.encode(), state.encode()),
+                        # Those that this service waits for count: the engines of an episode.
+                        (PROGRESS.encode(), b"%d" % progress.total(with_others=True)),
+                    ]
             await send(message)
 
         # For the crash handler, which runs outside this middleware.

@@ -139,9 +139,9 @@ def _queue_routes(app: FastAPI, worker: Worker) -> None:
     async def take(body: TakeRequest, request: Request) -> Response:
         """Fresh groups, each handed out exactly once and leased until acknowledged."""
         taken = await cancel_on_disconnect(request, worker.take(body), drain=True)
-        if taken.blobs:
-            _note(request, f"{len(taken.blobs)} groups were taken")
-        return await _answer(request, taken.blobs, evicted=taken.evicted)
+        if taken.ids:
+            _note(request, f"{len(taken.ids)} groups were taken")
+        return await _answer(request, taken.blobs, ids=taken.ids, evicted=taken.evicted)
 
     @app.post("/groups/ack", responses=errors(404))
     async def ack(body: GroupIds) -> dict[str, int]:

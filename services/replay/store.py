@@ -35,9 +35,11 @@ class AddResult:
 
 @dataclass(frozen=True, slots=True)
 class Lease:
-    """Encoded groups leased to one request."""
+    """Groups leased to one request."""
 
+    ids: list[str]
     blobs: list[bytes]
+    """The groups as msgpack; empty if only their ids are wanted."""
     evicted: int
     """Groups that were too old for the request."""
 
@@ -169,7 +171,7 @@ class Store(Queries):
                 )
             if not taken:
                 if self.answer_to(_TAKE, request.request_id).get("answered"):
-                    return Lease([], self.evicted_for(request.request_id))
+                    return Lease([], [], self.evicted_for(request.request_id))
                 self._evict(request)
                 taken = self._first_fresh(request.count)
             if len(taken) < request.count:
@@ -180,8 +182,10 @@ class Store(Queries):
                 )
                 self._change(key, leased)
             self._answered(request.request_id)
-            blobs = [self.data(key, record) for key, record in taken]
-            return Lease(blobs, self.evicted_for(request.request_id))
+            ids = [record.id for _, record in taken]
+            read = [] if request.ids_only else taken
+            blobs = [self.data(key, record) for key, record in read]
+            return Lease(ids, blobs, self.evicted_for(request.request_id))
 
     def _first_fresh(self, count: int) -> list[tuple[int, GroupRecord]]:
         """Returns up to `count` fresh groups in the order in which they are taken."""
@@ -201,7 +205,7 @@ class Store(Queries):
         # On a full disk only a copy that arrives late would make a difference.
         with suppress(StorageFailed), self.transaction():
             self._answered(request_id)
-        return Lease([], self.evicted_for(request_id))
+        return Lease([], [], self.evicted_for(request_id))
 
     def expire(self, now: float) -> None:
         """Makes groups whose lease has ended fresh again."""

@@ -15,6 +15,7 @@ from itertools import chain
 from typing import Any
 
 from common.errors import InvalidInput, Overloaded
+from common.process import progress
 from common.process.daemon_threads import in_daemon_thread
 from common.process.logs import event
 from common.process.main_thread import in_main_thread, needs_main_thread
@@ -106,7 +107,9 @@ class Host(ABC):
 
     async def _score_chunk(self, items: Sequence[RewardItem], batch: object) -> list[Score]:
         try:
-            return await self.call(items, batch)
+            scores = await self.call(items, batch)
+            progress.moved()
+            return scores
         except CallFailed as error:
             # One bad completion fails the whole call: repeated alone, the others get their scores.
             if len(items) == 1 or error.always:

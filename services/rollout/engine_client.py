@@ -5,6 +5,7 @@ API.
 import logging
 import math
 import os
+import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -22,7 +23,7 @@ from common.process.security import tls
 from common.process.topology import ROLLOUT, Topology
 from common.settings.config import Config
 from common.settings.sections import RolloutSection
-from common.wire.schemas import WeightManifest, adapter_name
+from common.wire.schemas import EngineLibraries, WeightManifest, adapter_name
 from services.rollout.api_key_launcher import run_module
 
 log = logging.getLogger(__name__)
@@ -54,6 +55,10 @@ _CPU_OPTIONS = {
 _WITHOUT_WINDOWS = ("mistral", "mixtral", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe")
 """Model types whose attention windows SGLang 0.5.21 ignores: every token attends to all earlier
 tokens."""
+
+_LIBRARIES = "import torch; print(torch.__version__, '.'.join(map(str, torch.cuda.nccl.version())))"
+_IMPORT_S = 300.0
+"""Limit for the import of torch, which a disk may make slow."""
 
 
 class LoadFailed(ServiceError):
@@ -154,8 +159,43 @@ def _sglang_options(config: Config, model_path: str) -> dict[str, object]:
             # The model without an adapter counts as one.
             "max-loras-per-batch": adapters_kept(config) + 1,
             "lora-target-modules": config.lora.target_modules or ["all"],
+            # Otherwise SGLang computes the shared experts of some mixtures with the routed ones,
+            # and drops their part of an adapter.
+            "disable-shared-experts-fusion": True,
         }
     return options
+
+
+def engine_libraries(config: Config) -> EngineLibraries | None:
+    """Asks the engine's own Python for the versions of its libraries; None where no weights are
+    sent over NCCL. Takes the seconds that torch takes to import.
+
+    Raises ConfigError when it has no torch, or a torch without NCCL.
+    """
+    rollout = config.rollout
+    if config.trainer.weight_sync != "distributed" or not rollout.is_sglang_on_gpus:
+        return None
+    python = str(_sglang_python(rollout))
+    try:
+        asked = subprocess.run(
+            [python, "-c", _LIBRARIES],
+            capture_output=True,
+            text=True,
+            timeout=_IMPORT_S,
+            check=True,
+        )
+        torch, nccl = asked.stdout.split()
+    except (subprocess.SubprocessError, OSError, ValueError) as error:
+        said = getattr(error, "stderr", "") or str(error)
+        raise ConfigError(
+            "this Python names no NCCL, over which weights are sent: "
+            + shorten(str(said).strip().rpartition("\n")[2]),
+            field="rollout.engine_python",
+            value=python,
+            remedy="install the CUDA build of torch there (`bash jobgroup/setup.sh sglang`), "
+            "or set trainer.weight_sync http",
+        ) from None
+    return EngineLibraries(torch=torch, nccl=nccl)
 
 
 def engine_env(config: Config) -> dict[str, str]:
@@ -330,6 +370,8 @@ class EngineClient(Client):
         super().__init__(*args, **kwargs)
         self.asleep: list[str] = []
         """The kinds of memory that the engine has released."""
+        self.is_paused = False
+        """Whether this client has paused it."""
 
     async def weight_version(self) -> str:
         """Returns the label of the weights that the engine serves. Raises ServiceError."""
@@ -380,6 +422,7 @@ class EngineClient(Client):
 
     async def pause(self) -> None:
         """Stops generating; requests wait. Raises ServiceError."""
+        self.is_paused = True
         await self.request("POST", "/pause_generation", json={"mode": "retract"}, deadline_s=60)
 
     async def sleep(self, memory: list[str], timeout_s: float) -> None:
@@ -402,6 +445,7 @@ class EngineClient(Client):
     async def resume(self) -> None:
         """Continues generating. Raises ServiceError."""
         await self.request("POST", "/continue_generation", json={}, deadline_s=60)
+        self.is_paused = False
 
     async def control(self, path: str, body: dict[str, Any], timeout_s: float) -> None:
         """Sends one call without retries, because a second broadcast would have no sender.

@@ -22,10 +22,17 @@ from common.process.metrics import Metrics
 from common.process.topology import ROLLOUT, Topology, assigned_gpus
 from common.settings.config import Config
 from common.settings.sections import RolloutSection
-from common.wire.schemas import MAX_DETAIL_CHARS, EngineStart, WeightManifest, WorkerReport
+from common.wire.schemas import (
+    MAX_DETAIL_CHARS,
+    EngineLibraries,
+    EngineStart,
+    WeightManifest,
+    WorkerReport,
+)
 from services.rollout.agent import Agent, Loop
-from services.rollout.engine_client import EngineClient, engine_command
+from services.rollout.engine_client import EngineClient, engine_command, engine_libraries
 from services.rollout.engine_nodes import EngineNodes, NodeCannotStart, weights_for_nodes
+from services.rollout.generation import GenerationProbe
 from services.rollout.loops import stop, wait_event
 from services.rollout.router import RouterClient, router_command, router_env
 from services.rollout.state import NodeState
@@ -67,10 +74,13 @@ class FirstNodeAgent(Agent):
             config,
             topology,
             metrics,
-            probe=self._engine_api.unhealthy_reason,
+            probe=GenerationProbe(
+                self._engine_api, rollout.stuck_after_s, lambda: self._engine_api.is_paused
+            ),
             heartbeat_s=min(_HEARTBEAT_S, config.limits.fence_after_s / _REPORTS),
         )
         self.state = NodeState()
+        self._libraries: EngineLibraries | None = None
         self._registered = False
         self._starts_ordered = 0
         self._started_with: tuple[WeightManifest, Path] | None = None
@@ -147,6 +157,7 @@ class FirstNodeAgent(Agent):
             nodes_per_engine=self._config.rollout.nodes_per_engine,
             gpus=_gpus(self._config.rollout),
             incarnation=self._follower.incarnation,
+            libraries=self._libraries,
         )
 
     def status(self) -> FirstNodeStatus:
@@ -211,6 +222,10 @@ class FirstNodeAgent(Agent):
             self._changed()
 
         self._starts.inc()
+        if self._libraries is None:
+            # The trainer can refuse them before anything is loaded.
+            self._libraries = await asyncio.to_thread(engine_libraries, self._config)
+            self._changed()
         await self._follower.wait_for_gpus()
         self._refuse_taken_port(self._config.rollout.engine_port)
         self._started_with = await self._stored_weights()
@@ -336,7 +351,7 @@ def _free_port() -> int:
 def _gpus(rollout: RolloutSection) -> int:
     """Returns the number of GPUs of an engine; the embedded one uses one if this node has any."""
     if rollout.engine == "sglang":
-        return 0 if rollout.device == "cpu" else rollout.gpus_per_engine
+        return rollout.gpus_per_engine if rollout.is_sglang_on_gpus else 0
     if rollout.device == "auto":
         return 0 if assigned_gpus() is None else 1
     return 1 if rollout.device == "cuda" else 0

@@ -1,7 +1,6 @@
 """The router: its command line and the registration of the node's engine."""
 
 import importlib.util
-import math
 import sys
 
 from pydantic import BaseModel
@@ -14,6 +13,9 @@ from common.settings.config import Config
 from services.rollout.api_key_launcher import run_module
 from services.rollout.engine_client import to_options
 
+_NO_TIMEOUT_S = 365 * 86_400
+"""A request lasts as long as its answer and the queue before it. The agents end engines that hang,
+and clients give up on engines that do not get on (`common.clients.engines`)."""
 _MODULES = {"smg": "smg", "sglang-router": "sglang_router"}
 _SMG_OPTIONS: dict[str, object] = {
     # By default smg skips an engine with 8 waiting requests, or with none finished for 3 s. A batch
@@ -65,7 +67,7 @@ def router_command(config: Config, topology: Topology) -> list[str]:
         "prometheus-host": metrics_host,
         "prometheus-port": metrics_port,
         "policy": config.rollout.router_policy,
-        "request-timeout-secs": math.ceil(config.sampling.request_timeout_s),
+        "request-timeout-secs": _NO_TIMEOUT_S,
         "health-check-interval-secs": 2,
         "health-check-timeout-secs": 5,
         "health-failure-threshold": 3,

@@ -87,7 +87,7 @@ async def test_contract_replayed_experts_leave_rounding(mixture: tuple[Path, str
         batch = batch_of(groups, config, 7)
         scorer = load_scorer(config.model, Ranks(), config)
         scored = score_batch(scorer, batch, config, Ranks())
-        sampled = [row.rollout_logprobs for row in batch.rows]
+        sampled = [row.rollout_logprobs for row in batch.tokens.values()]
         differences = np.abs(np.concatenate(scored) - np.concatenate(sampled))
         largest[replays] = float(differences.max())
         print(

@@ -64,7 +64,6 @@ async def test_contract_group_requested_by_the_trainer_has_the_logprobs_of_trans
             temperature=temperature,
             stop_token_ids=[2],
             sampling_seed=5,
-            deadline_s=60,
         )
     assert len({tuple(completion.token_ids.tolist()) for completion in group}) > 1
     for completion in group:

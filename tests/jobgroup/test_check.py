@@ -10,7 +10,13 @@ from pathlib import Path
 import pytest
 import yaml
 
-from common.models.memory import engine_memory, trainer_host_bytes, trainer_memory
+from common.models.memory import (
+    FITS_SHARE,
+    engine_memory,
+    fastest_fit,
+    trainer_host_bytes,
+    trainer_memory,
+)
 from common.process.topology import CRITIC
 from common.settings.config import load
 from jobgroup import spec
@@ -474,17 +480,17 @@ def test_the_large_variant_fits_its_gpus_and_nodes(monkeypatch: pytest.MonkeyPat
     config = load([], dict(trainer.env))
     assert config.rollout.tensor_parallel_size == rollout.gpus
     ranks = trainer.num_nodes * trainer.gpus
-    assert trainer_memory(QWEN_7B, config, ranks).total < 0.6 * GPU
+    fastest = fastest_fit(QWEN_7B, config, ranks, FITS_SHARE * GPU)
+    assert trainer_memory(QWEN_7B, fastest, ranks).total < FITS_SHARE * GPU
+    assert fastest.trainer.activation_checkpointing == "selective"
     assert (
         trainer_host_bytes(QWEN_7B, config, ranks, trainer.gpus) < 256e9
     )  # the `memory` it requests
     engine = engine_memory(QWEN_7B, config, GPU)
     wanted = config.rollout.max_running_requests * (config.sampling.max_new_tokens + 512)
     assert engine.kv_tokens > wanted
-    without = config.model_copy(
-        update={"trainer": config.trainer.model_copy(update={"activation_checkpointing": False})}
-    )
-    assert trainer_memory(QWEN_7B, without, ranks).total > GPU
+    without = config.with_memory_use(False, True, fastest.trainer.pass_tokens)
+    assert trainer_memory(QWEN_7B, without, ranks).total > FITS_SHARE * GPU
 
 
 @pytest.mark.parametrize("path", [MAIN, PPO, ONEBOX, ONEGPU, LARGE, SPOT, TOOLS])
@@ -506,7 +512,9 @@ def test_the_model_fits_every_gpu_that_skypilot_may_choose(
                 )
                 assert engine_memory(shape, config, size).kv_tokens > wanted
             else:
-                assert trainer_memory(shape, config, task.num_nodes * count).total < 0.9 * size
+                ranks = task.num_nodes * count
+                fastest = fastest_fit(shape, config, ranks, FITS_SHARE * size)
+                assert trainer_memory(shape, fastest, ranks).total < FITS_SHARE * size
 
 
 def test_the_tiny_ppo_settings_are_the_tiny_ones_with_a_critic() -> None:

@@ -126,9 +126,9 @@ def test_the_plan_of_a_model_says_what_fits_and_what_to_change(
     assert main(plan_of_7b(tmp_path, "--gpus", "8")) == 0
     out = capsys.readouterr().out
     assert "ok    trainer: 15.2 GB on each of 8 GPUs between updates; answers of 512 tokens" in out
-    assert "FAIL  trainer on 24 GB: does not fit: 33.3 GB of 24.0 GB on each of 8 GPUs with" in out
-    everything = "146.9 GB of 180.0 GB on each of 8 GPUs with activation_checkpointing false, reshard_after_forward false"
-    assert f"ok    trainer on 180 GB: {everything}" in out
+    assert "FAIL  trainer on 24 GB: does not fit: 27.2 GB of 24.0 GB on each of 8 GPUs with" in out
+    fastest = "65.9 GB of 80.0 GB on each of 8 GPUs with activation_checkpointing selective, reshard_after_forward false, micro_batch_tokens 8192"
+    assert f"ok    trainer on 80 GB: {fastest}" in out
     assert (
         "ok    engine on 24 GB: weights 15.2 GB on each of 1 GPUs, 5.2 GB left for the KV cache: 90,136 tokens"
         in out
@@ -160,7 +160,7 @@ def test_the_plan_accepts_settings_and_an_unknown_architecture(
     )
     assert main(words) == 0
     assert (
-        "ok    trainer on 80 GB: 45.9 GB of 80.0 GB on each of 8 GPUs with activation_checkpointing true, reshard_after_forward false"
+        "ok    trainer on 80 GB: 65.9 GB of 80.0 GB on each of 8 GPUs with activation_checkpointing selective, reshard_after_forward false"
         in capsys.readouterr().out
     )
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "mamba"}))
@@ -270,7 +270,11 @@ def _fit(
 
 def test_a_model_is_judged_for_the_gpus_of_this_machine(tmp_path: Path) -> None:
     tasks = {"rollout-server": "", "ppo-trainer": "resources: {accelerators: 'H100:8'}\n"}
-    env = {"RLHF_TRAINER__ACTIVATION_CHECKPOINTING": "true"}
+    env = {
+        "RLHF_TRAINER__ACTIVATION_CHECKPOINTING": "true",
+        "RLHF_TRAINER__MICRO_BATCH_TOKENS": "16384",
+        "RLHF_SAMPLING__MAX_NEW_TOKENS": "8192",
+    }
     fitting = _fit(tmp_path, QWEN_7B, tasks, 8, **env)
     assert fitting["model"].found.startswith("7,615,616,512 parameters")
     assert fitting["memory of ppo-trainer"].state == "ok"
@@ -278,6 +282,9 @@ def test_a_model_is_judged_for_the_gpus_of_this_machine(tmp_path: Path) -> None:
         "45.9 GB of 80.0 GB on each of 8 GPUs with activation_checkpointing true"
         in fitting["memory of ppo-trainer"].found
     )
+    half_full = fitting["passes of the longest answers"]
+    assert (half_full.state, "53%" in half_full.found) == ("warn", True)
+    assert "micro_batch_tokens auto, 8704, or 16896" in half_full.fix
     assert fitting["memory of an engine"].state == "ok"
     alone = _fit(tmp_path, QWEN_7B, tasks, 1, **env)["memory of ppo-trainer"]
     assert (alone.state, "on each of 1 GPUs" in alone.found) == ("fail", True)

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import tomllib
 from importlib.metadata import distribution
 from pathlib import Path
 
@@ -22,6 +23,7 @@ GROUPS = sorted((ROOT / "jobgroup").glob("*-jobgroup.yaml"))
 DOCKERFILE = (ROOT / "Dockerfile").read_text(encoding="utf-8")
 CONSTRAINTS = (ROOT / "constraints.txt").read_text(encoding="utf-8")
 SGLANG = (ROOT / "jobgroup" / "sglang-requirements.txt").read_text(encoding="utf-8")
+OVERRIDES = (ROOT / "jobgroup" / "sglang-overrides.txt").read_text(encoding="utf-8")
 TEMPLATES = sorted(
     (ROOT / ".venv-sky").glob("lib/python3*/site-packages/sky/templates/kubernetes-ray.yml.j2")
 )
@@ -52,6 +54,24 @@ def test_the_images_have_the_pinned_sglang_and_torch(path: Path) -> None:
         assert resources.get("image_id") == (
             expected[document["name"]] if "accelerators" in resources else None
         )
+
+
+def test_both_environments_without_an_image_resolve_to_one_nccl() -> None:
+    """torch's wheel requires one version of NCCL, and SGLang's and the trainer's torch are one."""
+    lock = tomllib.loads((ROOT / "uv.lock").read_text(encoding="utf-8"))
+    versions = [
+        package["version"]
+        for package in lock["package"]
+        if package["name"].startswith("nvidia-nccl")
+    ]
+    assert len(versions) == 1
+    on_cpu = (ROOT / "jobgroup/sglang-cpu/requirements.txt").read_text(encoding="utf-8")
+    # Resolved from the same SGLang as sglang-requirements.txt, whose own torch it pins.
+    assert _pin("torch", on_cpu) == _pin("torch", CONSTRAINTS)
+    assert _pin("sglang", on_cpu) == _pin("sglang", SGLANG)
+    for pins in (CONSTRAINTS, SGLANG, OVERRIDES):
+        assert set(re.findall(r"(?m)^nvidia-nccl\S*==(\S+)", pins)) <= set(versions)
+        assert set(re.findall(r"(?m)^torch==(\S+)", pins)) <= {_pin("torch", CONSTRAINTS)}
 
 
 @pytest.mark.parametrize("path", GROUPS, ids=lambda path: path.stem)

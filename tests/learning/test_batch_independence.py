@@ -66,7 +66,7 @@ def settings(directory: Path, context: int, **more: Any) -> Config:
 
 
 def written(directory: Path, kind: str, more: dict[str, Any]) -> Path:
-    FAMILIES["Phi-3"]._tokenizer().save_pretrained(directory)
+    FAMILIES["Phi-3"].tokenizer().save_pretrained(directory)
     make(kind, vocab_size=400, **more).save_pretrained(directory)
     return directory
 

@@ -4,7 +4,6 @@ recognised beforehand."""
 from functools import partial
 from typing import Any, Literal
 
-import numpy as np
 import pytest
 import torch
 from torch._dynamo.utils import counters
@@ -14,25 +13,16 @@ from transformers import PreTrainedModel
 from common.errors import ConfigError
 from common.settings.config import Config
 from common.settings.sections import TrainerSection
-from common.wire.schemas import Int32
 from learning.attention import unpackable
-from learning.layout import Layout, Packed, Padded, layout_for
+from learning.layout import Packed, Padded, layout_for
 from learning.ranks import Ranks
 from learning.sharding import prepare
 from services.critic.model import load_value_model
-from tests.support.batches.groups import VOCABULARY, off_policy_groups, whole, with_algorithm
-from tests.support.models.tiny_models import make
+from tests.support.batches.groups import off_policy_groups, whole, with_algorithm
+from tests.support.models.rows_alone import ROWS, alone, assert_same, results, rows, sizes
+from tests.support.models.tiny_models import MLA, make
 from trainer.policy.policy import Policy
-from trainer.policy.scorer import Scorer
 
-ROWS = {
-    "rows alone": [(5, [4]), (3, [7]), (9, [2])],
-    "groups": [(5, [4, 9, 1, 6]), (8, [3, 3, 12])],
-    "prompts longer than completions": [(40, [2, 5, 1]), (30, [4, 4])],
-    "one-token completions": [(4, [1, 1, 1]), (1, [1])],
-    "an empty completion": [(4, [0, 3]), (6, [2, 0])],
-    "mixed": [(1, [30, 2]), (25, [1, 40, 3]), (7, [5]), (60, [6, 6, 6]), (2, [1])],
-}
 WINDOWS: dict[str, Any] = {
     "sliding_window": 5,
     "layer_types": ["full_attention", "sliding_attention"],
@@ -46,11 +36,16 @@ PACKABLE: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3": ("gemma3_text", {**WINDOWS, "query_pre_attn_scalar": 5}),
     "olmo2": ("olmo2", {}),
     "mixtral": ("mixtral", {"num_local_experts": 3}),
+    "gemma2 with caps": ("gemma2", {"attn_logit_softcapping": 0.5, "sliding_window": 5}),
+    "gpt-oss with sinks": (
+        "gpt_oss",
+        {"sliding_window": 5, "num_local_experts": 4, "num_experts_per_tok": 2},
+    ),
+    "deepseek-v3 with small values": ("deepseek_v3", MLA),
+    "glm-4 lite": ("glm4_moe_lite", MLA),
 }
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
-    "gemma2": ("gemma2", {}, "it caps attention"),
-    "gpt-oss": ("gpt_oss", {"num_local_experts": 2}, "sinks"),
-    "qwen3-next": ("qwen3_next", {}, "state"),
+    "indexed": ("deepseek_v32", MLA, "indexed_attention"),
     "gpt2": ("gpt2", {"n_embd": 32, "n_layer": 1, "n_head": 2}, "rotate"),
     "dropout": ("qwen2", {"attention_dropout": 0.1}, "dropout"),
 }
@@ -62,46 +57,6 @@ def packable(kind: str, implementation: str | None = None) -> PreTrainedModel:
     return model
 
 
-def sizes(more: dict[str, Any]) -> dict[str, Any]:
-    return {"vocab_size": VOCABULARY, **more}
-
-
-def rows(name: str) -> tuple[list[Int32], list[Int32]]:
-    rng = np.random.default_rng(0)
-    prompts, completions = [], []
-    for length, answers in ROWS[name]:
-        prompt = rng.integers(3, VOCABULARY, length).astype(np.int32)
-        for answer in answers:
-            prompts.append(prompt.copy())
-            completions.append(rng.integers(3, VOCABULARY, answer).astype(np.int32))
-    return prompts, completions
-
-
-def results(model: PreTrainedModel, layout: type[Layout], name: str) -> dict[str, torch.Tensor]:
-    """Returns scores, and gradients of a loss that weights every token and its entropy
-    differently."""
-    prompts, completions = rows(name)
-    targets = torch.from_numpy(np.concatenate(completions)).long()
-    scorer = Scorer(model, "on" if layout is Packed else "off")
-    assert scorer.layout is layout
-    model.zero_grad()
-    scores = scorer(layout.of(prompts, completions), targets, 0.7, entropy_gradient=True)
-    weights = torch.randn(2, len(targets), generator=torch.Generator().manual_seed(1)) / len(
-        targets
-    )
-    (weights * torch.stack([scores.logprobs, scores.entropy])).sum().backward()
-    gradients = {key: p.grad.clone() for key, p in model.named_parameters() if p.grad is not None}
-    return {"logprobs": scores.logprobs.detach(), "entropy": scores.entropy.detach(), **gradients}
-
-
-def assert_same(packed: dict[str, torch.Tensor], padded: dict[str, torch.Tensor]) -> None:
-    assert packed.keys() == padded.keys()
-    for key, expected in padded.items():
-        torch.testing.assert_close(
-            packed[key], expected, atol=1e-5, rtol=1e-4, msg=lambda text, key=key: f"{key}: {text}"
-        )
-
-
 @pytest.mark.parametrize("name", ROWS)
 def test_packed_rows_equal_padded_rows(name: str) -> None:
     model = packable("qwen2 with GQA")
@@ -110,11 +65,12 @@ def test_packed_rows_equal_padded_rows(name: str) -> None:
 
 @pytest.mark.parametrize("kind", PACKABLE)
 @pytest.mark.parametrize("name", ["mixed", "prompts longer than completions"])
-def test_packed_rows_equal_padded_rows_for_many_kinds_of_models(kind: str, name: str) -> None:
-    """Compares with a model that uses transformers' own attention and masks."""
-    assert_same(
-        results(packable(kind), Packed, name), results(packable(kind, "eager"), Padded, name)
-    )
+def test_packed_rows_equal_rows_alone_for_many_kinds_of_models(kind: str, name: str) -> None:
+    """Compares with transformers' own attention and masks."""
+    packed = packable(kind)
+    expected = alone(packable(kind, "eager"), name)
+    assert_same(results(packed, Packed, name), expected)
+    assert_same(results(packed, Padded, name), expected)
 
 
 # dynamo triggers this warning.

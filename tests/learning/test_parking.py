@@ -5,6 +5,7 @@ import copy
 import torch
 from torch import nn
 
+from common.settings.sections import OptimizerSection
 from learning.optimizer import Optimizer
 from learning.parking import Parking, storages
 
@@ -54,7 +55,7 @@ def test_training_that_parks_between_its_steps_is_the_same() -> None:
     def train(parked: bool) -> list[torch.Tensor]:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 1))
-        optimizer, place = Optimizer(model, (0.9, 0.98), 0.01, 1.0), Parking(CPU)
+        optimizer, place = Optimizer(model, OptimizerSection(weight_decay=0.01)), Parking(CPU)
         for step in range(4):
             model(torch.full((2, 8), float(step))).square().mean().backward()
             optimizer.step(1e-2)

@@ -15,7 +15,7 @@ from common.wire.schemas import Int32
 from learning import attention
 from learning.layout import Packed
 from learning.sharding import layers
-from tests.support.models.tiny_models import GEMMA, KINDS, make
+from tests.support.models.tiny_models import GEMMA, KINDS, MLA, make
 from tests.support.models.varlen_kernels import install
 from trainer.policy.scorer import Scorer
 
@@ -26,6 +26,11 @@ MORE: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "Llama without GQA": ("Llama 3", {"num_key_value_heads": 4}),
     "Qwen3 with larger heads": ("Qwen3", {"head_dim": 24}),
+    "sinks and windows": (
+        "gpt_oss",
+        {"sliding_window": 5, "num_local_experts": 4, "num_experts_per_tok": 2},
+    ),
+    "values of another size": ("deepseek_v3", MLA),
 }
 
 
@@ -91,16 +96,29 @@ def test_the_variable_length_kernel_matches_rows(
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # dynamo triggers it
+# dynamo triggers both.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
+@pytest.mark.filterwarnings("ignore:.*Function'> should not be instantiated:DeprecationWarning")
 @pytest.mark.parametrize(
     "kind",
-    ["Gemma 3 text", "Qwen2", "Qwen3", "Llama 3", "Mistral", "Phi-3", "Qwen3-MoE", "Mixtral"],
+    [
+        "Gemma 3 text",
+        "Qwen2",
+        "Qwen3",
+        "Llama 3",
+        "Mistral",
+        "Phi-3",
+        "Qwen3-MoE",
+        "Mixtral",
+        "sinks and windows",
+        "values of another size",
+    ],
 )
 def test_layers_compile_without_graph_breaks_or_repeats_per_batch(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("learning.attention._has_kernel", lambda query: True)
-    scorer, compiled = Scorer(make(kind), "on"), Scorer(make(kind), "on")
+    scorer, compiled = Scorer(made(kind), "on"), Scorer(made(kind), "on")
     torch._dynamo.reset()
     counters.clear()
     for layer in layers(compiled.model):

@@ -94,6 +94,7 @@ def record(step: int, dropped: dict[str, int], alarms: dict[str, str]) -> dict[s
         2.0,
         0.9,
         trained_tokens=100,
+        pass_fill=1.0,
         updates=2,
         skipped=1,
     )

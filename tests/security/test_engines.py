@@ -139,7 +139,7 @@ async def test_engine_and_router_work_with_the_token_and_refuse_others(node: Nod
         while not await node.router.reconcile(node.engine.base_url, wanted=True):  # noqa: ASYNC110
             await asyncio.sleep(0.2)
     completions = await node.rollout.generate(
-        [20, 21, 22], n=2, max_new_tokens=4, temperature=1.0, stop_token_ids=[], deadline_s=120
+        [20, 21, 22], n=2, max_new_tokens=4, temperature=1.0, stop_token_ids=[]
     )
     assert [completion.weight_version for completion in completions] == [7, 7]
     assert len(await node.engine.checksums(60)) == 1

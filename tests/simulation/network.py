@@ -3,13 +3,16 @@
 import asyncio
 import contextlib
 import random
-import shutil
 from collections import Counter
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
 import httpx
+from starlette.requests import ClientDisconnect
+
+from tests.simulation.disk import Disk
+from tests.simulation.models import Broken, Model
 
 App = Callable[..., Coroutine[Any, Any, None]]
 
@@ -31,71 +34,127 @@ class Story:
 
 
 class Node:
-    """A process with a disk. A crash takes its memory and leaves its files as they are."""
+    """A process with a disk. A crash takes its memory."""
 
     def __init__(
-        self, name: str, make: Callable[[Path], App], directory: Path, story: Story
+        self, name: str, make: Callable[[Path], App], disk: Disk, story: Story, model: Model
     ) -> None:
         self.name = name
+        self.model = model
+        self.disk = disk
         self._make = make
-        self._root = directory
         self._story = story
-        self._lives = 0
         self.tasks: set[asyncio.Task[Any]] = set()
+        self.errors: list[Exception] = []
+        """What its handlers raised and no error handler expects; promises that it broke."""
+        self.is_cut_off = False
+        """Whether the network does not reach it."""
         self.app: App | None = None
         self.start()
 
-    @property
-    def disk(self) -> Path:
-        return self._root / str(self._lives)
-
     def start(self) -> None:
-        self.disk.mkdir(parents=True, exist_ok=True)
-        self.app = self._make(self.disk)
+        try:
+            self.app = self._make(self.disk.path)
+        except Exception as error:
+            self.errors.append(error)
 
-    def crash(self) -> None:
-        """Ends the process at this moment: what its tasks still do reaches a disk nobody reads."""
-        before = self.disk
-        self._lives += 1
-        shutil.copytree(before, self.disk)
+    def crash(self, text: str = "") -> None:
+        """Ends the process at this moment."""
+        self._story.fault("crash", f"{self.name} {text}")
+        self.disk.fail()
         self.app = None
         for task in self.tasks:
             task.cancel()
         self.tasks.clear()
-        self._story.fault("crash", self.name)
 
-    async def answer(self, request: httpx.Request) -> httpx.Response:
-        """Answers a request; raises ConnectError while the process is down, ReadError when it ends
-        before it has answered.
+    async def answer(self, request: httpx.Request, size: int | None = None) -> httpx.Response:
+        """Answers a request, of whose body `size` bytes arrive before its connection breaks.
+
+        Raises ConnectError while the process is down, ReadError when it ends before it has
+        answered. It goes on with its work when the client has gone.
         """
         if self.app is None:
             raise httpx.ConnectError("refused")
-        task = asyncio.ensure_future(self._handle(self.app, request))
+        answered = self.model.asked(request) if size is None else None
+        task = asyncio.ensure_future(serve(self.app, request, size))
         self.tasks.add(task)
         task.add_done_callback(self.tasks.discard)
-        try:
-            await asyncio.wait({task})
-        except asyncio.CancelledError:
-            task.cancel()  # the client has gone, and the server sees its connection close
-            raise
+        await asyncio.wait({task})
         if task.cancelled():
             raise httpx.ReadError("the connection was reset")
-        return task.result()
-
-    @staticmethod
-    async def _handle(app: App, request: httpx.Request) -> httpx.Response:
-        copy = httpx.Request(
-            request.method, request.url, headers=request.headers, content=request.content
-        )
-        response = await httpx.ASGITransport(app).handle_async_request(copy)
-        await response.aread()
+        error = task.exception()
+        if isinstance(error, Exception):
+            self.errors.append(error)
+            return httpx.Response(500)
+        response = task.result()
+        if answered is not None and response.is_success:
+            try:
+                answered(response)
+            except Broken as broken:
+                self.errors.append(broken)
         return response
+
+
+async def serve(app: App, request: httpx.Request, size: int | None = None) -> httpx.Response:
+    """Calls an app as a server does; with `size` the connection breaks after so many bytes of the
+    body.
+    """
+    url = request.url
+    scope = {
+        "type": "http",
+        "asgi": {"version": "3.0"},
+        "http_version": "1.1",
+        "method": request.method,
+        "headers": [(name.lower(), value) for name, value in request.headers.raw],
+        "scheme": url.scheme,
+        "path": url.path,
+        "raw_path": url.raw_path.split(b"?")[0],
+        "query_string": url.query,
+        "server": (url.host, url.port or 80),
+        "client": ("trainer", 1),
+        "root_path": "",
+    }
+    body = request.content
+    arriving = [{"type": "http.request", "body": body[:size], "more_body": size is not None}]
+    answered = asyncio.Event()
+    status = 0
+    headers: list[tuple[bytes, bytes]] = []
+    answer = b""
+
+    async def receive() -> dict[str, Any]:
+        if arriving:
+            return arriving.pop()
+        if size is None:
+            await answered.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(message: dict[str, Any]) -> None:
+        nonlocal status, headers, answer
+        if message["type"] == "http.response.start":
+            status = message["status"]
+            headers = list(message.get("headers", []))
+            return
+        answer += message.get("body", b"")
+        if not message.get("more_body"):
+            answered.set()
+
+    with contextlib.suppress(ClientDisconnect):
+        await app(scope, receive, send)
+    return httpx.Response(status or 500, headers=headers, content=answer)
 
 
 class Chance:
     """Draws faults: about `rate` of the calls have one."""
 
-    KINDS = ("lost request", "lost answer", "repeated", "late copy", "slow", "silent")
+    KINDS = (
+        "lost request",
+        "cut request",
+        "lost answer",
+        "repeated",
+        "late copy",
+        "slow",
+        "silent",
+    )
 
     def __init__(self, rng: random.Random, rate: float) -> None:
         self.rng = rng
@@ -118,7 +177,7 @@ class Wire(httpx.AsyncBaseTransport):
         self.copies: set[asyncio.Task[None]] = set()
         """Copies of requests that are still on their way."""
         self.is_cut = False
-        """Whether the client's process has ended."""
+        """Whether the client's process has ended, or the network between the two is broken."""
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
         try:
@@ -136,21 +195,24 @@ class Wire(httpx.AsyncBaseTransport):
         if kind:
             self._story.fault(kind, what)
         await asyncio.sleep(rng.uniform(0.0005, 30.0 if kind == "slow" else 0.01))
+        if self._node.is_cut_off:
+            await asyncio.sleep(1e6)
         if kind == "lost request":
             raise httpx.ReadError("lost")
         if kind == "repeated":
             self._later(request, 0.0)
         if kind == "late copy":
             self._later(request, rng.uniform(1.0, 120.0))
+        if kind == "cut request":
+            await self._node.answer(request, rng.randrange(len(request.content) + 1))
+            raise httpx.ReadError("the connection broke")
         response = await self._node.answer(request)
         if kind == "lost answer":
             raise httpx.ReadError("lost")
         if kind == "silent":
             await asyncio.sleep(1e6)
         await asyncio.sleep(rng.uniform(0.0005, 0.01))
-        return httpx.Response(
-            response.status_code, headers=response.headers, content=response.content
-        )
+        return response
 
     def _later(self, request: httpx.Request, delay_s: float) -> None:
         """Delivers a copy of a request whose answer nobody reads."""

@@ -1,24 +1,31 @@
 """Runs under simulated faults keep the invariants of `world`; the same seed is the same run."""
 
-from collections.abc import Iterable
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from tests.simulation.world import Violation, simulate
-from trainer.rollouts.prompt_cursor import PromptCursor, PromptProgress
+from tests.simulation.planted import BUGS, ROOT
+from tests.simulation.world import simulate
 
-_SEEDS = 10
+_PART = 25
 
 
-def simulate_all(seeds: Iterable[int], directory: Path) -> None:
-    for seed in seeds:
+def simulate_all(first: int, count: int, directory: Path) -> None:
+    for seed in range(first, first + count):
         simulate(seed, directory / str(seed))
 
 
-@pytest.mark.parametrize("first", range(0, 40, _SEEDS))
+@pytest.mark.parametrize("first", range(0, 300, _PART))
 def test_runs_with_faults_train_on_every_prompt_once(first: int, tmp_path: Path) -> None:
-    simulate_all(range(first, first + _SEEDS), tmp_path)
+    simulate_all(first, _PART, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", range(300, 10_000, 100))
+def test_many_runs_with_faults(first: int, tmp_path: Path) -> None:
+    simulate_all(first, 100, tmp_path)
 
 
 def test_a_seed_tells_the_same_story_twice(tmp_path: Path) -> None:
@@ -27,10 +34,9 @@ def test_a_seed_tells_the_same_story_twice(tmp_path: Path) -> None:
     assert stories[0].faults
 
 
-def test_a_cursor_that_forgets_what_was_trained_is_found(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A planted fault: checkpoints with the progress of a new run."""
-    monkeypatch.setattr(PromptCursor, "progress", PromptProgress())
-    with pytest.raises(Violation, match="trained on twice"):
-        simulate_all(range(200), tmp_path)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", BUGS)
+def test_a_planted_bug_is_found(name: str) -> None:
+    command = [sys.executable, "-m", "tests.simulation.planted", name]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stdout + result.stderr

@@ -13,6 +13,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypeVar
 
+import httpx
 import numpy as np
 
 from common.clients.base import Client
@@ -20,13 +21,15 @@ from common.clients.data import DataClient
 from common.clients.replay import ReplayClient
 from common.clients.reward import RewardClient
 from common.clients.rollout import RolloutClient
+from common.errors import ServiceError
 from common.process import logs
 from common.prompts.prompter import Prompter, PromptStyle
 from common.settings.config import Config, load
 from common.wire.schemas import Group, Prompt
-from learning.ranks import Ranks
 from services.data.app import create_data_app
 from services.replay.app import create_replay_app
+from tests.simulation.disk import Disk, watched
+from tests.simulation.models import DataModel, Model, ReplayModel
 from tests.simulation.network import Chance, Node, Story, Wire
 from tests.simulation.stand_ins import Engines, Graders, reward_of
 from tests.simulation.virtual_time import VirtualLoop, simulated
@@ -34,6 +37,7 @@ from tests.support.paths import ROOT
 from trainer.algorithms.batch import Batch, TrainingGroup
 from trainer.policy.scorer import load_tokenizer
 from trainer.rollouts.context import RolloutContext
+from trainer.rollouts.drops import Drops
 from trainer.rollouts.ground_truths import GroundTruthCheck
 from trainer.rollouts.prompt_cursor import PromptProgress
 from trainer.rollouts.rollouts import Rollouts
@@ -43,10 +47,14 @@ from trainer.timing import StageClock
 _T = TypeVar("_T")
 STEPS = 4
 BATCH = 2
-PROMPTS = 24
+PROMPTS = 6
 _UPDATE_S = 1.0
 _LIMIT_S = 50_000.0
 """Longest run, in virtual time."""
+_TRIES = 3
+"""Failures after which a prompt is skipped."""
+_MAX_FAILURES = 3
+"""How often the job group starts the trainer again (`max_restarts_on_errors`)."""
 
 
 class Crash(KeyboardInterrupt):
@@ -115,12 +123,18 @@ class World:
         self._directory = directory
         self.chance = Chance(self.rng, self.rng.choice((0.0, 0.02, 0.1, 0.3)))
         staleness = self.rng.choice((0, 1, 2))
+        self.when_stale = self.rng.choice(("wait", "train", "drop")) if staleness else "wait"
+        reuse = self.rng.choice((0.0, 0.0, 0.5))
+        self.fresh = BATCH - int(BATCH * reuse)
+        """Fresh groups of a step."""
         settings = {
             "model.name": ROOT / ".cache" / "tiny-base",
             "state_dir": directory / "unused",
             "trainer.batch_size": BATCH,
             "trainer.max_steps": STEPS,
             "trainer.max_staleness": staleness,
+            "trainer.when_stale": self.when_stale,
+            "replay.reuse_ratio": reuse,
             "sampling.group_size": 2,
             "sampling.max_new_tokens": 8,
             "rollout.engine": "embedded",
@@ -135,22 +149,35 @@ class World:
         self.graders = Graders(self.rng)
         self.engines.failing = self.rng.choice((0.0, 0.0, 0.1))
         self.graders.failing = self.rng.choice((0.0, 0.0, 0.1))
+        self.disks: dict[str, Disk] = {}
+        self.replay = ReplayModel()
         self.nodes = {
-            "data-server": self._node("data-server", self._data_app),
-            "replay-buffer": self._node("replay-buffer", self._replay_app),
-            "router": self._node("router", self.engines.app),
-            "reward-server": self._node("reward-server", self.graders.app),
+            "data-server": self._node("data-server", self._data_app, DataModel()),
+            "replay-buffer": self._node("replay-buffer", self._replay_app, self.replay),
+            "router": self._node("router", self.engines.app, Model()),
+            "reward-server": self._node("reward-server", self.graders.app, Model()),
         }
         self.saved = Checkpoint()
         self._wires: list[Wire] = []
         self.attempts = 0
         self.is_up = False
         """Whether the trainer's process runs."""
+        self.drops: list[Drops] = []
+        """What each attempt dropped."""
+        self.was_set_back = False
+        """Whether a volume was put back to an earlier state."""
+        self.failures: list[ServiceError] = []
+        """The errors with which attempts ended."""
         self.trained: list[tuple[int, Group]] = []
         """(step, group) of what was trained on, without what was lost with a crash."""
 
-    def _node(self, name: str, make: Callable[[Path], Any]) -> Node:
-        return Node(name, make, self._directory / name, self.story)
+    def _node(self, name: str, make: Callable[[Path], Any], model: Model) -> Node:
+        self.disks[name] = Disk(self._directory / name, lambda size: self.rng.randrange(size + 1))
+        return Node(name, make, self.disks[name], self.story, model)
+
+    def disk_of(self, path: Path) -> Disk | None:
+        """Returns the disk on which a file is; None for those of earlier lives."""
+        return next((d for d in self.disks.values() if path.is_relative_to(d.path)), None)
 
     def _data_app(self, disk: Path) -> Any:
         config = self.config.model_copy(update={"state_dir": disk})
@@ -164,13 +191,13 @@ class World:
     def run(self) -> None:
         """Runs attempts until one reaches the last step; raises Violation."""
         self.loop.call_later(_LIMIT_S, self._too_long)
-        self._schedule_crashes()
+        self._schedule_faults()
         while True:
             self.attempts += 1
             own = Loop(self.loop)
             self.is_up = True
             try:
-                self._attempt(own)
+                progress = self._attempt(own)
             except Crash:
                 self.is_up = False
                 self.story.fault("crash", "trainer")
@@ -178,9 +205,25 @@ class World:
                 self._forget_lost_steps()
                 self._sleep(self.rng.uniform(1.0, 20.0))
                 continue
+            except ServiceError as error:
+                # It says why it cannot go on, and the job group starts it again.
+                self.story.say(f"the trainer ends: {error}")
+                self.failures.append(error)
+                self._after_a_failure(error)
+                self._end_tasks_of_the_trainer()
+                self._forget_lost_steps()
+                self._sleep(self.rng.uniform(1.0, 20.0))
+                continue
             break
         self.chance.on = False
-        self._check_end()
+        self._check_end(progress)
+
+    def _after_a_failure(self, error: ServiceError) -> None:
+        """Raises Violation for an error that no fault explains."""
+        self.is_up = False
+        explained = self.was_set_back or self.story.faults["full disk"]
+        if not explained or len(self.failures) > _MAX_FAILURES:
+            raise Violation(f"the run ended: {error}") from error
 
     def _sleep(self, seconds: float) -> None:
         self.loop.run_until_complete(asyncio.sleep(seconds))
@@ -188,22 +231,93 @@ class World:
     def _too_long(self) -> None:
         raise KeyboardInterrupt(f"the run has not ended after {_LIMIT_S:.0f} s")
 
-    def _schedule_crashes(self) -> None:
-        names = list(self.nodes)
+    def _schedule_faults(self) -> None:
+        kinds: dict[str, Callable[[], None]] = {
+            "crash": self._crash,
+            "crash in a write": self._crash_in_a_write,
+            "trainer": self._crash_trainer,
+            "partition": self._partition,
+            "full disk": self._fill_disk,
+            "set back": self._set_back,
+            "clock": self._move_clock,
+        }
         for _ in range(self.rng.choice((0, 0, 1, 2, 4))):
-            at = self.rng.uniform(0.1, 30.0)
-            name = self.rng.choice([*names, "trainer"])
-            self.loop.call_later(at, self._crash, name)
+            kind = self.rng.choice(list(kinds))
+            self.loop.call_later(self.rng.uniform(0.1, 30.0), kinds[kind])
 
-    def _crash(self, name: str) -> None:
-        if name == "trainer":
-            if self.is_up:
-                raise Crash
-            return
-        node = self.nodes[name]
+    def _a_node(self) -> Node:
+        return self.nodes[self.rng.choice(list(self.nodes))]
+
+    def _a_store(self) -> Node:
+        return self.nodes[self.rng.choice(("data-server", "replay-buffer"))]
+
+    def _crash_trainer(self) -> None:
+        if self.is_up:
+            raise Crash
+
+    def _crash(self) -> None:
+        node = self._a_node()
         if node.app is not None:
-            node.crash()
-            self.loop.call_later(self.rng.uniform(0.5, 60.0), node.start)
+            self._end(node)
+
+    def _end(self, node: Node, text: str = "") -> None:
+        node.crash(text)
+        self.loop.call_later(self.rng.uniform(0.5, 60.0), node.start)
+
+    def _crash_in_a_write(self) -> None:
+        """Ends a node before one of its next statements."""
+        node = self._a_store()
+        left = self.rng.randrange(1, 60)
+
+        def count() -> None:
+            nonlocal left
+            left -= 1
+            if left == 0 and node.app is not None:
+                self._end(node, "in a write")
+
+        node.disk.at_statement = count
+
+    def _partition(self) -> None:
+        """Cuts a node off for a while."""
+        node = self._a_node()
+        node.is_cut_off = True
+        self.story.fault("partition", node.name)
+
+        def heal() -> None:
+            node.is_cut_off = False
+            self.story.say(f"{node.name} is reachable again")
+
+        self.loop.call_later(self.rng.uniform(1.0, 60.0), heal)
+
+    def _fill_disk(self) -> None:
+        node = self._a_store()
+        if node.app is None:
+            return
+        node.disk.fill(True)
+        self.story.fault("full disk", node.name)
+        self.loop.call_later(self.rng.uniform(1.0, 30.0), node.disk.fill, False)
+
+    def _set_back(self) -> None:
+        """Puts the volume of a store back to an earlier state, as a restored snapshot does."""
+        node = self._a_store()
+        if node.app is None:
+            return
+        copy = node.disk.snapshot()
+        self.story.say(f"snapshot of {node.name}")
+
+        def restore() -> None:
+            if node.app is not None:
+                self._end(node)
+            node.disk.restart_from(copy)
+            node.model.forget()
+            self.was_set_back = True
+            self.story.fault("set back", node.name)
+
+        self.loop.call_later(self.rng.uniform(0.5, 10.0), restore)
+
+    def _move_clock(self) -> None:
+        self.loop.wall_offset_s += self.rng.uniform(-3600.0, 3600.0)
+        self.story.fault("clock", f"{self.loop.wall_offset_s:.0f} s off")
 
     def _end_tasks_of_the_trainer(self) -> None:
         """Cancels every task but those of other processes and of requests that are on their way."""
@@ -234,7 +348,8 @@ class World:
             replay=client(ReplayClient, "replay-buffer"),
         )
 
-    def _attempt(self, loop: Loop) -> None:
+    def _attempt(self, loop: Loop) -> PromptProgress:
+        """Runs the trainer from its checkpoint; returns the progress at its end."""
         run_id = f"run-{self.attempts}"
         logs.set_run(run_id)
         self.story.say(f"attempt {self.attempts} begins after step {self.saved.step}")
@@ -249,11 +364,11 @@ class World:
         )
         rollouts = Rollouts(
             context,
-            Ranks(),
             loop,  # type: ignore[arg-type]
             progress=self.saved.progress,
             ground_truths=GroundTruthCheck(services, self._directory / "ground_truths.json"),
         )
+        self.drops.append(rollouts.drops)
         step = self.saved.step
         self.engines.version = step
         total = rollouts.prepare(step, known=self.attempts > 1)
@@ -263,9 +378,9 @@ class World:
                 self._check_batch(groups, step)
                 loop.sleep(self.rng.uniform(0.0, _UPDATE_S))
                 batch = Batch.of(groups, self.config, step)
-                batch.advantages = [np.zeros(len(row.targets), np.float32) for row in batch.rows]
+                batch.advantages = [np.zeros(length, np.float32) for length in batch.lengths]
                 step += 1
-                self.trained += [(step, item.group) for item in groups]
+                self.trained += [(step, item.group) for item in groups if not item.reused]
                 self.story.say(f"step {step}: {[item.group.position for item in groups]}")
                 finish = rollouts.start_acknowledging(batch)
                 served = self._publish(loop, step)
@@ -274,6 +389,7 @@ class World:
                 if self.rng.random() < 0.5:
                     self.saved = Checkpoint(step, rollouts.progress)
                     self.story.say(f"checkpoint after step {step}: {self.saved.progress}")
+            return rollouts.progress
 
     def _publish(self, loop: Loop, step: int) -> Future[None]:
         """Publishes a version: at once, or beside the next step."""
@@ -295,13 +411,15 @@ class World:
 
     def _check_batch(self, groups: list[TrainingGroup], step: int) -> None:
         """Checks a batch against what engines and graders did."""
-        if len(groups) != BATCH:
-            raise Violation(f"a batch of {len(groups)} groups at step {step}")
+        self._check_services()
+        fresh = [item for item in groups if not item.reused]
+        if len(fresh) != self.fresh or len(groups) > BATCH:
+            raise Violation(f"{len(fresh)} of {len(groups)} groups are fresh at step {step}")
         trained = {group.id for _, group in self.trained}
         for item in groups:
             group = item.group
-            if group.id in trained:
-                raise Violation(f"group {group.id} is trained on twice")
+            if (group.id in trained) != item.reused:
+                raise Violation(f"group {group.id} is trained on twice, or reused before it was")
             trained.add(group.id)
             for completion in group.completions:
                 version = self.engines.generated.get(tuple(completion.token_ids.tolist()))
@@ -309,15 +427,21 @@ class World:
                     raise Violation(f"no engine sampled a completion of {group.id}")
                 if any(span[0] != version for span in completion.weight_versions):
                     raise Violation(f"{group.id} says {completion.weight_versions}, not {version}")
-                if version < step - self.config.trainer.max_staleness:
+                is_bound = not item.reused and self.when_stale != "train"
+                if is_bound and version < step - self.config.trainer.max_staleness:
                     raise Violation(f"{group.id} of version {version} is trained on at step {step}")
                 if completion.reward != reward_of(completion.text):
                     raise Violation(f"a completion of {group.id} has the reward of a fault")
 
-    def _check_end(self) -> None:
-        """Checks what was trained on, in all."""
+    def _check_services(self) -> None:
+        for node in self.nodes.values():
+            if node.errors:
+                raise Violation(f"{node.name}: {node.errors[0]}") from node.errors[0]
+
+    def _check_end(self, progress: PromptProgress) -> None:
+        """Checks what was trained on, in all, and what the services have at the end."""
         steps = Counter(step for step, _ in self.trained)
-        if steps != Counter(dict.fromkeys(range(1, STEPS + 1), BATCH)):
+        if steps != Counter(dict.fromkeys(range(1, STEPS + 1), self.fresh)):
             raise Violation(f"steps were trained on with {dict(steps)} groups")
         positions = Counter(group.position for _, group in self.trained)
         twice = [position for position, count in positions.items() if count > 1]
@@ -327,6 +451,44 @@ class World:
             expected = self._prompt_at(group.position)
             if group.prompt_id != expected:
                 raise Violation(f"position {group.position} is {group.prompt_id}, not {expected}")
+        self._check_services()
+        self._check_skipped(set(positions), progress)
+        self._check_store()
+
+    def _check_skipped(self, trained: set[int], progress: PromptProgress) -> None:
+        """Checks that a prompt is skipped only when its group has failed as often as the docs
+        say, and that every prompt that was drawn is trained on or skipped.
+        """
+        finished = set(range(progress.position)) | set(progress.finished)
+        if trained - finished:
+            raise Violation(f"{trained - finished} are trained on and may be drawn again")
+        skipped = finished - trained
+        dropped = sum(sum(drops.counts.values()) for drops in self.drops)
+        if len(skipped) * _TRIES > dropped:
+            raise Violation(f"{skipped} are skipped after {dropped} drops in all")
+        left = set(range(max(trained))) - finished
+        if left:
+            raise Violation(f"{left} were passed over")
+
+    def _check_store(self) -> None:
+        """Checks that the replay-buffer's counts add up."""
+        node = self.nodes["replay-buffer"]
+        if node.app is None:
+            node.start()
+        request = httpx.Request("GET", "http://replay-buffer/stats")
+        stats = self.loop.run_until_complete(node.answer(request)).json()
+        stored = stats["fresh"] + stats["leased"] + stats["consumed"]
+        if stats["added"] - stats["evicted"] - stats["removed"] - stats["dropped"] != stored:
+            raise Violation(f"the counts of the replay-buffer do not add up: {stats}")
+        if self.was_set_back:
+            return
+        if stats["leased"]:
+            raise Violation(f"groups are leased at the end: {stats}")
+        request = httpx.Request("GET", "http://replay-buffer/groups?state=consumed&limit=1000")
+        listed = self.loop.run_until_complete(node.answer(request)).json()["groups"]
+        lost = self.replay.consumed - {group["id"] for group in listed}
+        if lost:
+            raise Violation(f"{lost} were acknowledged and are gone")
 
     def _prompt_at(self, position: int) -> str:
         """Returns the prompt at a position: the order of the data-server, which depends on the seed
@@ -348,7 +510,8 @@ def simulate(seed: int, directory: Path) -> World:
         with simulated(seed) as loop:
             world = World(seed, directory, loop)
             try:
-                world.run()
+                with watched(world.disk_of):
+                    world.run()
             except BaseException as error:
                 error.add_note("\n".join([*world.story.lines, f"seed {seed}"]))
                 raise

@@ -168,15 +168,28 @@ def gae(
     return advantages, returns
 
 
-def whiten(values: Tensor, mask: Tensor) -> Tensor:
+def here(values: Tensor) -> Tensor:
+    """Returns the sums themselves: all rows are on this rank."""
+    return values
+
+
+def whiten(values: Tensor, mask: Tensor, total: Callable[[Tensor], Tensor] = here) -> Tensor:
     """Returns (x − mean) / sqrt(var + 1e-8) where `mask` is 1, with the unbiased variance; 0
     elsewhere.
 
-    Takes and returns tensors of one shape; mean and variance are over all of `values` that count.
+    Takes and returns tensors of one shape; mean and variance are over all of `values` that count,
+    of all ranks, whose sums `total` returns.
     """
-    kept = values[mask.bool()]
-    scale = torch.rsqrt(kept.var(correction=1) + 1e-8) if len(kept) > 1 else 1.0
-    return torch.where(mask.bool(), (values - kept.mean()) * scale, 0.0)
+    kept = values[mask.bool()].double()
+    count, values_sum = total(torch.stack([torch.tensor(len(kept)).double(), kept.sum()])).tolist()
+    if not count:
+        return torch.zeros_like(values)
+    mean = values_sum / count
+    scale = 1.0
+    if count > 1:
+        squares = float(total((kept - mean).square().sum()))
+        scale = (squares / (count - 1) + 1e-8) ** -0.5
+    return torch.where(mask.bool(), (values - mean) * scale, 0.0)
 
 
 ADVANTAGES: dict[str, Advantage] = {

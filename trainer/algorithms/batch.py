@@ -1,23 +1,32 @@
-"""The training batch, the same on every rank, and the micro-batches cut from it."""
+"""The training batch and the micro-batches cut from it.
+
+Every rank knows the facts of all rows (`Row`), and so plans the same passes. The tokens of a row
+(`RowTokens`), and what is computed from them, are only on the ranks that compute it, and rank 0.
+"""
 
 import statistics
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from common.errors import ConfigError
+from common.process.topology import TRAINER, Topology
 from common.settings.config import Config
-from common.wire.schemas import Completion, Float32, Group, Int32, TokenSequence, ValueTargets
+from common.wire.schemas import Completion, Float32, Group, Int32, ValueTargets
 from learning.batching import Indices, Sizes
 from learning.layout import Layout, moved
+from learning.ranks import Ranks
 from learning.routing import RoutedRow, Routers, Routes
 from learning.sampling_support import Sampled, Support
+from trainer.algorithms.spool import Experts, loaded, located
 
+_T = TypeVar("_T")
 Column = list[Float32]
-"""One array [L] for each row of a batch."""
+"""One array [L] for each row of a batch; an empty one for a row of another rank."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +42,36 @@ class TrainingGroup:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One completion of N tokens with its prompt of P tokens.
+    """What every rank knows of one completion: all but its tokens."""
+
+    group: str
+    """Id of its group."""
+    prompt: int
+    """Number of its prompt; equal for rows that share the computation of their prompt."""
+    prompt_tokens: int
+    completion_tokens: int
+    trained_tokens: int
+    """L, those that are not masked."""
+    episode: int
+    """Index of its episode in the batch. The rows of an episode share its reward."""
+    reward: float
+    weight: float
+    """Importance weight of its group."""
+    current: bool
+    """Whether the policy about to be updated sampled the whole completion."""
+    in_loss: bool
+    """Whether the loss and its normalisers include it."""
+    equal: bool = False
+    """Whether all rewards of its group are the same."""
+    turns: Sequence[tuple[int, float]] = ()
+    """Number of trained tokens and reward of each answer of an episode."""
+    components: Mapping[str, float | None] = field(default_factory=dict)
+    """As in `Completion`."""
+
+
+@dataclass(frozen=True, slots=True)
+class RowTokens:
+    """The tokens of one completion of N tokens with its prompt of P tokens.
 
     L ≤ N is the number of its trained tokens, which are those not masked.
     """
@@ -48,35 +86,17 @@ class Row:
     """[L] the trained tokens."""
     rollout_logprobs: Float32
     """[L] in nats, under the policy that sampled the completion."""
-    episode: int
-    """Index of its episode in the batch. The rows of an episode share its reward."""
-    reward: float
-    weight: float
-    """Importance weight of its group."""
-    current: bool
-    """Whether the policy about to be updated sampled the whole completion."""
-    in_loss: bool
-    """Whether the loss and its normalisers include it."""
-    turns: Sequence[tuple[int, float]] = ()
-    """Number of trained tokens and reward of each answer of an episode."""
     sampled: Sampled | None = None
     """The tokens that its tokens were sampled from; None for the whole vocabulary."""
-    routed: RoutedRow | None = None
-    """The experts that the engine chose; None without routing replay."""
-
-    def __len__(self) -> int:
-        return len(self.prompt_ids) + len(self.completion_ids)
-
-    @property
-    def prompt_key(self) -> bytes:
-        """Equal for rows that share the computation of their prompt."""
-        experts = b"" if self.routed is None else self.routed.prompt.tobytes()
-        return self.prompt_ids.tobytes() + experts
+    experts: tuple[Experts, Experts] | None = None
+    """Of prompt and completion, as the engine chose them; None without routing replay."""
+    teacher_logprobs: Float32 | None = None
+    """[L] in nats, under the teacher; None without one."""
 
 
 @dataclass(slots=True)
 class Batch:
-    """A training batch, the same on every rank.
+    """A training batch on one rank.
 
     A column has one array [L] for each row, or is None where it was not computed. The training loop
     assigns the columns.
@@ -90,25 +110,33 @@ class Batch:
         reward        1       0       1       1
         targets       [3]     [2]     [2]     [2]          shapes
         advantages    0.7 ×3  −0.7 ×2 0 ×2    0 ×2
+        owners        0       0       1       1            two ranks
+        own           0       1                            of the first rank
 
     With episodes a row is one of their sequences, so that a group has at least as many rows as
     episodes.
     """
 
     groups: list[TrainingGroup]
-    """The fresh groups first."""
+    """The fresh groups first; none on ranks above 0."""
     rows: list[Row]
     """Every completion, group after group."""
+    tokens: dict[int, RowTokens]
+    """By index of the row: of all rows on rank 0, of its own ones on another rank."""
     group_sizes: list[int]
     """Number of episodes of each group."""
+    pass_rates: list[float]
+    """The share of right answers of each group (`_pass_rates`)."""
+    owners: Indices | None = None
+    """[rows] the share that computes each row (`shared`); None: this process computes all."""
+    own: list[int] = field(default_factory=list)
+    """The rows that this rank computes."""
     old_logprobs: Column | None = None
     """Log-probabilities under the policy about to be updated."""
     ref_logprobs: Column | None = None
     """Log-probabilities under the reference model."""
     values: Column | None = None
     """The critic's value of the state before each token."""
-    teacher_logprobs: Column | None = None
-    """Log-probabilities under the teacher."""
     advantages: Column | None = None
     returns: Column | None = None
     """The critic's targets."""
@@ -117,23 +145,6 @@ class Batch:
     def problems(self) -> list[tuple[str, str]]:
         """The prompt and the ground truth of every group."""
         return [(item.group.prompt, item.group.ground_truth) for item in self.groups]
-
-    @property
-    def pass_rates(self) -> list[float]:
-        """The share of right answers of each group.
-
-        An answer without a verdict counts as right if its reward is above the mean of all of these
-        in the batch, which stays so whatever is added to rewards or scales them.
-        """
-        answers = [item.group.answers for item in self.groups]
-        unverified = [answer.reward for own in answers for answer in own if not answer.verified]
-        # Without rounding, so that equal rewards are not above their mean.
-        bound = statistics.mean(unverified) if unverified else 0.0
-        return [
-            sum(answer.correct if answer.verified else answer.reward > bound for answer in own)
-            / len(own)
-            for own in answers
-        ]
 
     @classmethod
     def of(cls, groups: list[TrainingGroup], config: Config, step: int = 0) -> "Batch":
@@ -152,20 +163,86 @@ class Batch:
             )
 
         rows: list[Row] = []
-        teacher_logprobs: Column = []
+        tokens: list[RowTokens] = []
+        prompts: dict[bytes, int] = {}
+        url = Topology.from_env().url(TRAINER, config.trainer.port)
         first_episode = 0
         for item, size in zip(groups, sizes, strict=True):
+            equal = item.group.zero_variance
             for i, completion in enumerate(item.group.completions):
                 # A completion without an episode is one of its own.
                 episode = i if completion.episode is None else completion.episode
-                rows.append(_row(item, completion, config, first_episode + episode, step=step))
-                if not config.teacher.url:
-                    continue
-                if completion.teacher_logprobs is None:
-                    raise _stored_without("teacher.url", config.teacher.url, item.group)
-                teacher_logprobs.append(completion.teacher_logprobs)
+                own_tokens = _tokens(item.group, completion, config, url)
+                key = own_tokens.prompt_ids.tobytes()
+                if own_tokens.experts is not None:
+                    # Another group's prompt was computed with experts of its own.
+                    key += item.group.id.encode()
+                tokens.append(own_tokens)
+                rows.append(
+                    _row(
+                        item,
+                        completion,
+                        own_tokens,
+                        config,
+                        prompt=prompts.setdefault(key, len(prompts)),
+                        episode=first_episode + episode,
+                        equal=equal,
+                        step=step,
+                    )
+                )
             first_episode += size
-        return cls(groups, rows, sizes, teacher_logprobs=teacher_logprobs or None)
+        return cls(
+            groups=groups,
+            rows=rows,
+            tokens=dict(enumerate(tokens)),
+            group_sizes=sizes,
+            pass_rates=_pass_rates(groups),
+            own=list(range(len(rows))),
+        )
+
+    def shared(self, ranks: Ranks) -> "Batch":
+        """Returns rank 0's batch with the tokens of this rank's rows. A collective: the batch of
+        another rank has the facts, and the owners, only.
+        """
+        owners = self.owners
+        if owners is None:
+            return self
+
+        # A share without rows takes part in the passes of the others with the first row.
+        def part(share: int) -> dict[int, RowTokens]:
+            own = np.flatnonzero(owners == share).tolist()
+            return {i: self.tokens[i] for i in own or [0]}
+
+        found = ranks.scatter(part if ranks.is_rank_zero else None)
+        if not ranks.is_rank_zero:  # which keeps all, for the record
+            self.tokens = found
+        return self
+
+    def facts(self) -> "Batch":
+        """Returns what every rank knows of the batch."""
+        return replace(self, groups=[], tokens={})
+
+    def assign(self, owners: Indices, share: int) -> None:
+        """Sets the share that computes each row, on the rank with this share."""
+        self.owners = owners
+        self.own = np.flatnonzero(owners == share).tolist()
+
+    @property
+    def teacher_logprobs(self) -> Column | None:
+        """Log-probabilities of the rows here under the teacher; None without one."""
+        found = [row.teacher_logprobs for row in self.tokens.values()]
+        return [row for row in found if row is not None] or None
+
+    def whole(self, column: Sequence[_T], ranks: Ranks) -> list[_T]:
+        """Returns a column of the batch with the rows of all ranks on rank 0, and with this rank's
+        on the others. A collective.
+        """
+        found = list(column)
+        if self.owners is not None:
+            for part in ranks.collect({i: column[i] for i in self.own}):
+                for i, row in part.items():
+                    found[i] = row
+        return found
 
     @property
     def fresh(self) -> list[Group]:
@@ -175,98 +252,138 @@ class Batch:
     @property
     def lengths(self) -> list[int]:
         """Number of trained completion tokens of each row."""
-        return [len(row.targets) for row in self.rows]
+        return [row.trained_tokens for row in self.rows]
 
     @property
     def parts(self) -> list[slice]:
-        """The slice of rows of each group."""
+        """The slice of rows of each group; on rank 0."""
         ends = np.cumsum([len(item.group.completions) for item in self.groups]).tolist()
         return [slice(start, end) for start, end in zip([0, *ends], ends, strict=False)]
 
     def sizes(self, shared: bool) -> Sizes:
         """Returns the sizes by which the batch is cut; `shared` is the layout's."""
-        return Sizes.of(
-            self.rows,
-            shared,
-            scored=self.lengths,
-            keys=[row.prompt_key for row in self.rows],
+        return Sizes(
+            prompts=np.array([row.prompt_tokens for row in self.rows]),
+            completions=np.array([row.completion_tokens for row in self.rows]),
+            groups=np.array([row.prompt for row in self.rows]),
+            shared=shared,
+            scored=np.array(self.lengths),
+            owners=self.owners,
         )
 
-    def sequences(self) -> list[TokenSequence]:
-        """Returns the sequences for which a critic computes values."""
-        return [TokenSequence(row.prompt_ids, row.completion_ids) for row in self.rows]
-
-    def value_targets(self) -> list[ValueTargets]:
-        """Returns the critic's training data."""
+    def value_targets(self) -> dict[int, ValueTargets]:
+        """Returns the critic's training data of the rows here, whose columns may lack others."""
         assert self.values is not None
         assert self.returns is not None
-        return [
-            ValueTargets(
+        return {
+            i: ValueTargets(
                 prompt_ids=row.prompt_ids,
                 completion_ids=row.completion_ids,
-                old_values=values,
-                returns=returns,
-                weight=row.weight,
+                old_values=self.values[i],
+                returns=self.returns[i],
+                weight=self.rows[i].weight,
             )
-            for row, values, returns in zip(self.rows, self.values, self.returns, strict=True)
-        ]
+            for i, row in self.tokens.items()
+        }
 
-    def start_logprobs(self) -> Column:
-        """Returns [L] for each row under the policy before the update: the trainer's if computed,
-        else the engine's.
+    def start_logprobs(self, rows: Iterable[int]) -> Float32:
+        """Returns the log-probabilities of some rows, one after the other, under the policy before
+        the update: the trainer's if computed, else the engine's.
         """
-        return self.old_logprobs or [row.rollout_logprobs for row in self.rows]
+        old = self.old_logprobs
+        return np.concatenate(
+            [self.tokens[i].rollout_logprobs if old is None else old[i] for i in rows]
+        )
 
     def teacher_kl(self) -> float | None:
         """Returns the mean of log π − log π_teacher over the tokens, an estimate of KL(π ‖
-        teacher); None without a teacher.
+        teacher); None without a teacher. On rank 0.
         """
         if self.teacher_logprobs is None:
             return None
-        policy = np.concatenate(self.start_logprobs())
+        policy = self.start_logprobs(range(len(self.rows)))
         teacher = np.concatenate(self.teacher_logprobs)
         return float(np.mean(policy - teacher))
 
     def mean_advantages(self) -> list[list[float]]:
-        """Returns the mean |advantage| of every completion, by group."""
+        """Returns the mean |advantage| of every completion, by group. On rank 0."""
         assert self.advantages is not None
         means = [float(np.abs(advantages).mean()) for advantages in self.advantages]
         return [means[part] for part in self.parts]
 
 
-def _row(
-    item: TrainingGroup, completion: Completion, config: Config, episode: int, *, step: int
-) -> Row:
-    """Returns the row of a completion; `episode` is its episode's index in the batch."""
-    group = item.group
-    mask = completion.mask
-    trained = np.ones(len(completion.token_ids), np.int32) if mask is None else mask
-    turns = [
-        (int(trained[turn.start : turn.end].sum()), turn.reward or 0.0) for turn in completion.turns
+def _pass_rates(groups: Sequence[TrainingGroup]) -> list[float]:
+    """Returns the share of right answers of each group.
+
+    An answer without a verdict counts as right if its reward is above the mean of all of these in
+    the batch, which stays so whatever is added to rewards or scales them.
+    """
+    answers = [item.group.answers for item in groups]
+    unverified = [answer.reward for own in answers for answer in own if not answer.verified]
+    # Without rounding, so that equal rewards are not above their mean.
+    bound = statistics.mean(unverified) if unverified else 0.0
+    return [
+        sum(answer.correct if answer.verified else answer.reward > bound for answer in own)
+        / len(own)
+        for own in answers
     ]
-    routed: RoutedRow | None = None
+
+
+def _tokens(group: Group, completion: Completion, config: Config, url: str) -> RowTokens:
+    """Returns the tokens of a completion; `url` is rank 0's."""
+    experts: tuple[Experts, Experts] | None = None
     if config.trainer.routing_replay:
         if not len(group.prompt_routed_experts):
             raise _stored_without("trainer.routing_replay", True, group)
-        routed = RoutedRow(group.prompt_routed_experts, completion.routed_experts)
-
+        of_prompt = located(group.prompt_routed_experts, url)
+        experts = (of_prompt, located(completion.routed_experts, url))
+    if config.teacher.url and completion.teacher_logprobs is None:
+        raise _stored_without("teacher.url", config.teacher.url, group)
     own_prompt = completion.prompt_ids  # of a sequence of an episode
+    return RowTokens(
+        prompt_ids=group.prompt_token_ids if own_prompt is None else own_prompt,
+        completion_ids=completion.token_ids,
+        mask=completion.mask,
+        targets=completion.trained(completion.token_ids),
+        rollout_logprobs=completion.trained(completion.logprobs),
+        sampled=Sampled.of(group, completion),
+        experts=experts,
+        teacher_logprobs=completion.teacher_logprobs if config.teacher.url else None,
+    )
+
+
+def _row(
+    item: TrainingGroup,
+    completion: Completion,
+    tokens: RowTokens,
+    config: Config,
+    *,
+    prompt: int,
+    episode: int,
+    equal: bool,
+    step: int,
+) -> Row:
+    """Returns the facts of a completion; `prompt` and `episode` are their indices in the batch."""
+    turns: list[tuple[int, float]] = []
+    for turn in completion.turns:
+        trained = completion.trained_between(turn.start, turn.end)
+        turns.append((trained, turn.reward or 0.0))
     # Cut at `sampling.max_new_tokens`: its reward says little about what it would have become.
     truncated = completion.finish_reason == "length"
     return Row(
-        prompt_ids=group.prompt_token_ids if own_prompt is None else own_prompt,
-        completion_ids=completion.token_ids,
-        mask=mask,
-        targets=completion.trained(completion.token_ids),
-        rollout_logprobs=completion.trained(completion.logprobs),
+        group=item.group.id,
+        prompt=prompt,
+        prompt_tokens=len(tokens.prompt_ids),
+        completion_tokens=len(completion.token_ids),
+        trained_tokens=len(tokens.targets),
         episode=episode,
         reward=completion.reward,
         weight=item.weight,
         current=completion.weight_version == step,
         in_loss=not (config.algorithm.mask_truncated and truncated),
+        equal=equal,
         turns=turns,
-        sampled=Sampled.of(group, completion),
-        routed=routed,
+        components=completion.components,
     )
 
 
@@ -294,7 +411,7 @@ class ModelInputs:
 
     @classmethod
     def of(
-        cls, rows: Sequence[Row], layout: type[Layout], routers: Routers | None
+        cls, rows: Sequence[RowTokens], layout: type[Layout], routers: Routers | None
     ) -> "ModelInputs":
         """Lays out rows for a model with `layout`, and `routers` if it computes with the experts
         that the engine chose.
@@ -302,8 +419,9 @@ class ModelInputs:
         routes: list[Routes] = []
         if routers is not None:
             for row in rows:
-                assert row.routed is not None, "`Batch.of` refuses groups without experts"
-                routes.append(routers.read(row.routed, row.prompt_ids, row.completion_ids))
+                assert row.experts is not None, "`Batch.of` refuses groups without experts"
+                routed = RoutedRow(*map(loaded, row.experts))
+                routes.append(routers.read(routed, row.prompt_ids, row.completion_ids))
         tokens = layout.of(
             [row.prompt_ids for row in rows],
             [row.completion_ids for row in rows],
@@ -358,7 +476,8 @@ class MicroBatch:
         """
         numbers = indices.tolist()
         rows = [batch.rows[i] for i in numbers]
-        lengths = np.array([len(row.targets) for row in rows])
+        tokens = [batch.tokens[i] for i in numbers]
+        lengths = np.array([row.trained_tokens for row in rows])
 
         def selected(column: Column | None) -> Tensor | None:
             if column is None:
@@ -370,9 +489,9 @@ class MicroBatch:
 
         advantages = selected(batch.advantages)
         assert advantages is not None
-        rollout_logprobs = np.concatenate([row.rollout_logprobs for row in rows])
+        rollout_logprobs = np.concatenate([row.rollout_logprobs for row in tokens])
         micro = cls(
-            inputs=ModelInputs.of(rows, layout, routers),
+            inputs=ModelInputs.of(tokens, layout, routers),
             rollout_logprobs=torch.from_numpy(rollout_logprobs),
             old_logprobs=selected(batch.old_logprobs),
             ref_logprobs=selected(batch.ref_logprobs),

@@ -4,7 +4,7 @@
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -20,6 +20,7 @@ from trainer.algorithms.advantages import (
     WHITENED,
     gae,
     group_centred,
+    here,
     length_penalty,
     named_advantage,
     overlong_penalty,
@@ -31,15 +32,17 @@ from trainer.algorithms.losses import kl_divergence
 
 
 def compute_advantages(
-    batch: Batch, config: Config, kl_coef: float
+    batch: Batch, config: Config, kl_coef: float, total: Callable[[Tensor], Tensor] = here
 ) -> tuple[Column, Column | None]:
-    """Returns the advantages of a batch and, with `gae`, the critic's targets; None without a
-    critic.
+    """Returns the advantages of this rank's rows and, with `gae`, the critic's targets; None
+    without a critic. A collective: `total` returns sums over the ranks.
 
         rewards [episodes] + penalties for length − KL in the reward ─► advantages [episodes]
             ─► of every token ─► whitened, with some ─► + the teacher's
 
     Each group compares its episodes, and every sequence of an episode gets the episode's advantage.
+    What needs only rewards is computed for all rows on every rank, and what needs tokens for this
+    rank's.
 
     A teacher adds log π_teacher − log π to every token (on-policy distillation, Lu 2025,
     thinkingmachines.ai/blog/on-policy-distillation): minus the reverse KL divergence at that token,
@@ -49,7 +52,8 @@ def compute_advantages(
     in the reward. `kl_coef` is the current coefficient, which changes with `algorithm.kl_target`.
     """
     algorithm = config.algorithm
-    lengths = torch.tensor(batch.lengths)
+    own = torch.tensor(batch.own, dtype=torch.int64)
+    own_lengths = torch.tensor(batch.lengths)[own]
     turn_rewards = _turn_rewards(batch, config)
     shaping = _shaping(batch, config)  # for single completions only, as are a teacher's scores
     rewards = _episode_rewards(batch, turn_rewards)
@@ -60,30 +64,48 @@ def compute_advantages(
     returns: Tensor | None = None
     if algorithm.advantage == "gae":
         of_rows = rewards[_episode_of_row(batch)]
-        advantages, returns = _gae(batch, of_rows, kl_penalties, algorithm)
+        advantages, returns = _gae(batch, of_rows[own], kl_penalties, algorithm)
     else:
         # Each episode has one reward, from which the penalties of all its tokens are taken.
         if kl_penalties is not None:
-            sums = torch.tensor([float(penalty.sum()) for penalty in kl_penalties])
-            rewards = rewards - _sum_by_episode(batch, sums)
+            sums = torch.zeros(len(batch.rows))
+            sums[own] = torch.tensor([float(penalty.sum()) for penalty in kl_penalties])
+            rewards = rewards - _sum_by_episode(batch, total(sums))
         if config.environment.turn_discount is not None:
             advantages = _of_turns(batch, rewards, turn_rewards, config)
         else:
             of_episodes = _of_episodes(batch, config, rewards, shaping)
-            advantages = of_episodes[_episode_of_row(batch)].repeat_interleave(lengths)
+            of_rows = of_episodes[_episode_of_row(batch)]
+            advantages = of_rows[own].repeat_interleave(own_lengths)
 
     if algorithm.advantage in WHITENED:
         # Rows outside the loss would move the mean of those that are trained on.
         rows_in_loss = torch.tensor([row.in_loss for row in batch.rows])
-        advantages = whiten(advantages, rows_in_loss.repeat_interleave(lengths))
+        in_loss = rows_in_loss[own].repeat_interleave(own_lengths)
+        advantages = whiten(advantages, in_loss, total)
 
-    if batch.teacher_logprobs is not None:
-        own = torch.from_numpy(np.concatenate(batch.start_logprobs()))
-        teacher = torch.from_numpy(np.concatenate(batch.teacher_logprobs))
-        advantages = advantages - config.teacher.coef * kl_divergence(own, teacher, "k1")
+    if config.teacher.url and batch.own:
+        policy = torch.from_numpy(batch.start_logprobs(batch.own))
+        rows = [batch.tokens[i].teacher_logprobs for i in batch.own]
+        teacher = torch.from_numpy(np.concatenate([row for row in rows if row is not None]))
+        advantages = advantages - config.teacher.coef * kl_divergence(policy, teacher, "k1")
 
-    targets = None if returns is None else split(returns.numpy(), batch.lengths)
-    return split(advantages.numpy(), batch.lengths), targets
+    targets = None if returns is None else _column(batch, returns)
+    return _column(batch, advantages), targets
+
+
+def _flat(batch: Batch, column: Column) -> Float32:
+    """Returns what a column has for the tokens of this rank's rows, row after row."""
+    return np.concatenate([np.zeros(0, np.float32), *(column[i] for i in batch.own)])
+
+
+def _column(batch: Batch, tokens: Tensor) -> Column:
+    """Returns the column with these values for the tokens of this rank's rows."""
+    found: Column = [np.zeros(0, np.float32)] * len(batch.rows)
+    of_rows = split(tokens.numpy(), [batch.rows[i].trained_tokens for i in batch.own])
+    for i, values in zip(batch.own, of_rows, strict=True):
+        found[i] = values
+    return found
 
 
 def _episode_of_row(batch: Batch) -> Tensor:
@@ -146,8 +168,8 @@ def _of_episodes(batch: Batch, config: Config, rewards: Tensor, shaping: list[Te
 def _of_turns(
     batch: Batch, rewards: Tensor, turn_rewards: list[list[float]], config: Config
 ) -> Tensor:
-    """Returns advantages [tokens] when answers have rewards: `turn_rewards` by episode, not
-    included in `rewards` [episodes].
+    """Returns advantages [tokens of this rank] when answers have rewards: `turn_rewards` by
+    episode, not included in `rewards` [episodes].
 
     An episode's reward applies to all its answers and is centred within its group. An answer is
     also credited with H_t = r_t + discount · H_(t+1), its own and later rewards, centred over the
@@ -183,13 +205,14 @@ def _of_turns(
 
     # The answers of an episode may be spread over several rows, in order.
     next_credit = [iter(credit.tolist()) for credit in credits]
-    of_tokens: list[Tensor] = []
-    for row in batch.rows:
+    own_rows = set(batch.own)
+    of_tokens: list[Tensor] = [torch.zeros(0)]
+    for i, row in enumerate(batch.rows):
         for token_count, _ in row.turns:
-            of_tokens.append(torch.full((token_count,), next(next_credit[row.episode])))
-
-    of_rows = outcome[_episode_of_row(batch)]
-    return of_rows.repeat_interleave(torch.tensor(batch.lengths)) + torch.cat(of_tokens)
+            credit = float(outcome[row.episode]) + next(next_credit[row.episode])
+            if i in own_rows:
+                of_tokens.append(torch.full((token_count,), credit))
+    return torch.cat(of_tokens)
 
 
 def _shaping(batch: Batch, config: Config) -> list[Tensor]:
@@ -220,22 +243,21 @@ def _components(batch: Batch, config: Config, shaping: list[Tensor]) -> tuple[Te
     without scores.
     """
     scored: list[dict[str, float]] = []
-    for item in batch.groups:
-        for completion in item.group.completions:
-            own = {
-                name: score
-                for name, score in completion.components.items()
-                if score is not None and "/" not in name  # a part of another function's score
-            }
-            if not own:
-                raise ConfigError(
-                    f"group {item.group.id} has no scores per reward function, which GDPO needs",
-                    field="algorithm.advantage",
-                    value="reward_normalised",
-                    remedy="use another algorithm.advantage, "
-                    "or let the reward-server grade every group",
-                )
-            scored.append(own)
+    for row in batch.rows:
+        own = {
+            name: score
+            for name, score in row.components.items()
+            if score is not None and "/" not in name  # a part of another function's score
+        }
+        if not own:
+            raise ConfigError(
+                f"group {row.group} has no scores per reward function, which GDPO needs",
+                field="algorithm.advantage",
+                value="reward_normalised",
+                remedy="use another algorithm.advantage, "
+                "or let the reward-server grade every group",
+            )
+        scored.append(own)
 
     names = dict.fromkeys(itertools.chain.from_iterable(scored))  # in the order of appearance
     scores = torch.tensor([[own.get(name, math.nan) for own in scored] for name in names])
@@ -243,34 +265,38 @@ def _components(batch: Batch, config: Config, shaping: list[Tensor]) -> tuple[Te
     return torch.cat([scores, *(penalty[None] for penalty in shaping)]), torch.tensor(weights)
 
 
-def _kl_penalties(batch: Batch, settings: AlgorithmSection, kl_coef: float) -> Column | None:
-    """Returns [L] for each row: the KL penalty β · (log π − log π_ref) to subtract from the reward
-    of each token (Ouyang et al. 2022, arXiv:2203.02155); None unless the KL is in the reward.
+def _kl_penalties(batch: Batch, settings: AlgorithmSection, kl_coef: float) -> list[Float32] | None:
+    """Returns [L] for each of this rank's rows: the KL penalty β · (log π − log π_ref) to subtract
+    from the reward of each token (Ouyang et al. 2022, arXiv:2203.02155); None unless the KL is in
+    the reward.
     """
     if settings.kl_coef == 0 or settings.kl_in == "loss":
         return None
     assert batch.old_logprobs is not None
     assert batch.ref_logprobs is not None
-    old = torch.from_numpy(np.concatenate(batch.old_logprobs))
-    reference = torch.from_numpy(np.concatenate(batch.ref_logprobs))
+    old = torch.from_numpy(_flat(batch, batch.old_logprobs))
+    reference = torch.from_numpy(_flat(batch, batch.ref_logprobs))
     penalties = kl_coef * kl_divergence(old, reference, "k1")
-    return split(penalties.numpy(), batch.lengths)
+    return split(penalties.numpy(), [batch.rows[i].trained_tokens for i in batch.own])
 
 
 def _gae(
-    batch: Batch, rewards: Tensor, penalties: Column | None, settings: AlgorithmSection
+    batch: Batch, rewards: Tensor, penalties: list[Float32] | None, settings: AlgorithmSection
 ) -> tuple[Tensor, Tensor]:
-    """Returns GAE advantages and returns [tokens]; a completion's last token gets its reward.
+    """Returns GAE advantages and returns [tokens of this rank]; a completion's last token gets its
+    reward.
 
     Args:
         batch: with the critic's values.
-        rewards: [rows]
+        rewards: [own rows]
         penalties: to subtract from the reward of each token; None for none.
         settings: with γ and λ.
     """
     assert batch.values is not None
-    lengths = torch.tensor(batch.lengths)
-    values = _padded(batch.values)
+    if not batch.own:
+        return torch.zeros(0), torch.zeros(0)
+    lengths = torch.tensor([batch.rows[i].trained_tokens for i in batch.own])
+    values = _padded([batch.values[i] for i in batch.own])
     token_rewards = torch.zeros_like(values) if penalties is None else -_padded(penalties)
     token_rewards[torch.arange(len(lengths)), lengths - 1] += rewards
 
@@ -285,6 +311,6 @@ def _gae(
     return advantages[counts], returns[counts]
 
 
-def _padded(column: Sequence[Float32]) -> Tensor:
+def _padded(rows: list[Float32]) -> Tensor:
     """Returns [rows, T] the numbers of each row, followed by zeros."""
-    return pad_sequence([torch.from_numpy(row) for row in column], batch_first=True)
+    return pad_sequence([torch.from_numpy(row) for row in rows], batch_first=True)

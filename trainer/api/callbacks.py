@@ -16,10 +16,16 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from transformers.trainer_callback import CallbackHandler, TrainerControl, TrainerState
+from transformers.trainer_callback import (
+    CallbackHandler,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+)
 
 from common import Json
 from common.errors import ConfigError, did_you_mean
+from trainer.api.output import link_checkpoint
 from trainer.api.refusals import names_in
 from trainer.api.settings import TrainerConfig
 from trainer.observe.run_dir import append_line, read_lines
@@ -276,6 +282,16 @@ class Callbacks(Listener):
                 run.save_now()
         finally:
             self._carrying_out = False
+
+
+class CheckpointLinks(TrainerCallback):  # type: ignore[misc]  # transformers has no types
+    """Gives the checkpoints in `directory` the names of transformers."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+
+    def on_save(self, *_: Any, checkpoint: Path, **__: Any) -> None:
+        link_checkpoint(self._directory, checkpoint)
 
 
 def _named_evaluation(summary: Json) -> dict[str, float]:

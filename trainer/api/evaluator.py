@@ -51,7 +51,8 @@ class ModelEvaluator:
             problem is greedy.
         seed: seed of the samples.
         concurrency: requests in flight.
-        timeout_s: limit of one request in seconds, retries included.
+        timeout_s: limit of one request in seconds, retries included. An engine that generates and
+            reports its load (SGLang's `/v1/loads`) may take longer.
         device: of a local model; `auto` uses a GPU if there is one.
         dtype: precision of a local model on a GPU; a CPU computes in float32.
         tokenizer: tokenizer of the served model, a directory or a name on the hub; selects SGLang's
@@ -108,7 +109,7 @@ class ModelEvaluator:
             "sampling.system_prompt": system_prompt,
             "sampling.max_new_tokens": max_new_tokens,
             "sampling.temperature": temperature,
-            "sampling.request_timeout_s": timeout_s,
+            "limits.service_timeout_s": timeout_s,
             "seed": seed,
             "rollout.device": device,
             "model.dtype": dtype,

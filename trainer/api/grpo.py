@@ -4,16 +4,19 @@
 
 import inspect
 import logging
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import field, make_dataclass
 from functools import cache
 from itertools import chain
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
 from common.errors import ConfigError
+from common.process.topology import cuda_of_driver
 from common.settings.algorithm import RECIPES, Recipe
 from common.settings.lr_schedules import LrSchedule
 from common.wire.schemas import Prompt
@@ -121,9 +124,7 @@ class GRPOConfig(TrainerConfig):
         chosen = dict(given)
         # TRL takes a GPU where there is one; `TrainerConfig` only where it is told to.
         if not {"use_gpu", "use_cpu"} & chosen.keys():
-            import torch
-
-            chosen["use_gpu"] = torch.cuda.is_available()
+            chosen["use_gpu"] = _finds_gpu()
         if chosen.get("use_gpu") or chosen.get("use_cpu") is False:
             chosen.setdefault("bf16", True)
         elif chosen.get("bf16"):
@@ -139,6 +140,16 @@ class GRPOConfig(TrainerConfig):
             for name in warmup:
                 del chosen[name]
         return chosen
+
+
+def _finds_gpu() -> bool:
+    """Whether torch finds a GPU. Without a driver it finds none, and is not imported to say so."""
+    has_driver = cuda_of_driver() is not None or Path("/dev/kfd").exists()  # NVIDIA's or AMD's
+    if "torch" not in sys.modules and not has_driver:
+        return False
+    import torch
+
+    return bool(torch.cuda.is_available())
 
 
 def _signature() -> inspect.Signature:

@@ -8,12 +8,10 @@ from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoConfig
-
 from common.errors import ConfigError, shorten
 from common.settings.sections import ModelSection
+from trainer.api import on_use
 from trainer.api.settings import TrainerConfig
-from trainer.policy.scorer import load_model, load_tokenizer
 from trainer.policy.trained_prompts import copy_trained_prompts
 
 
@@ -80,7 +78,7 @@ class CallerModel:
         if self._is_saved:
             return str(self._directory)
 
-        model = self.model if self.is_object else load_model(_section(config))
+        model = self.model if self.is_object else on_use.load_model(_section(config))
         if self.has_adapter:
             model = deepcopy(model).merge_and_unload()
         tokenizer = self.tokenizer(config)
@@ -99,7 +97,7 @@ class CallerModel:
             return self._tokenizer
         own_name = getattr(self.model, "name_or_path", "")
         name = str(self._tokenizer or own_name or config.model_name_or_path)
-        return load_tokenizer(_section(config).model_copy(update={"name": name}))
+        return on_use.load_tokenizer(_section(config).model_copy(update={"name": name}))
 
     def load(self, directory: Path) -> None:
         """Loads the weights in a directory into the caller's model object."""
@@ -226,7 +224,7 @@ def _targets(targets: Any, model: Any) -> list[str]:
     if targets is None:
         from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as KNOWN
 
-        architecture = getattr(model, "config", None) or AutoConfig.from_pretrained(model)
+        architecture = getattr(model, "config", None) or on_use.AutoConfig.from_pretrained(model)
         targets = KNOWN.get(architecture.model_type)
     if targets is not None and not isinstance(targets, str):
         targets = _last_parts(set(targets), model)

@@ -12,20 +12,18 @@ from pathlib import Path
 from statistics import mean
 from tempfile import TemporaryDirectory
 from types import MappingProxyType
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from rich.console import Console
-from transformers.trainer_callback import TrainerState
 
 from common import Json
 from common.errors import ConfigError, ServiceError
 from common.prompts.prompter import Prompter, PromptStyle
 from common.settings.config import names as setting_names
 from common.wire.schemas import Prompt
-from learning.device import choose_device
 from services.environment.environments import Environment
+from trainer.api import on_use
 from trainer.api.assignments import check_assignment
-from trainer.api.callbacks import Callbacks
 from trainer.api.datasets import as_held_out, as_prompts, as_rewards, weights_of
 from trainer.api.engine import choose_engine
 from trainer.api.episodes import (
@@ -35,20 +33,20 @@ from trainer.api.episodes import (
     takes_environments,
     with_environment,
 )
-from trainer.api.evaluator import ModelEvaluator
 from trainer.api.hub import push, write_card
 from trainer.api.objects import CallerModel, optimizer_settings
 from trainer.api.output import check_newest, check_output, remove_run
 from trainer.api.refusals import Refusals, with_names
 from trainer.api.settings import TrainerConfig
 from trainer.api.trial import try_functions
-from trainer.backends.in_process import Problems
 from trainer.evaluation.results import EvaluationResults
 from trainer.observe.run_dir import console, read_lines, read_settings
-from trainer.policy import checkpoint
 from trainer.policy.export import MODEL_FILES, export
-from trainer.policy.scorer import context_length, is_adapter, load_model, load_tokenizer
-from trainer.start.in_process import train_in_process
+
+if TYPE_CHECKING:
+    from transformers.trainer_callback import TrainerState
+
+    from trainer.backends.in_process import Problems
 
 _NOT_THE_MODEL = ("trainer_state.json", "state", "critic", "critic-server", "reference")
 """Content of a checkpoint besides the model."""
@@ -167,7 +165,7 @@ class OnlineRLTrainer:
         self._config_now = config
         with refusals.collected():
             self._engine = choose_engine(engine, config)
-        self._callbacks = Callbacks(config, self.output_dir)
+        self._callbacks = on_use.Callbacks(config, self.output_dir)
         for callback in callbacks:
             with refusals.collected():
                 self.add_callback(callback)
@@ -180,7 +178,7 @@ class OnlineRLTrainer:
             train = self._training_problems(train_dataset)
         with refusals.collected():
             held_out = self._held_out_problems(eval_dataset)
-        self._problems = Problems(train, held_out)
+        self._problems = on_use.Problems(train, held_out)
         _check_together(config, self._problems, refusals)
         refusals.raise_all(config.names(self._arguments))
 
@@ -310,7 +308,7 @@ class OnlineRLTrainer:
     # ------------------------------------------------------------ the run
 
     @property
-    def state(self) -> TrainerState:
+    def state(self) -> "TrainerState":
         """The progress of the run."""
         return self._callbacks.state
 
@@ -325,13 +323,15 @@ class OnlineRLTrainer:
         if self._loaded is None or self._loaded[0] != self._checkpoint:
             section = self.config.to_config(self.config.problems_per_step, 0, Path()).model
             if self._checkpoint is None:
-                model = load_model(section)
-            elif is_adapter(self._checkpoint):
+                model = on_use.load_model(section)
+            elif on_use.is_adapter(self._checkpoint):
                 from peft import PeftModel
 
-                model = PeftModel.from_pretrained(load_model(section), self._checkpoint)
+                model = PeftModel.from_pretrained(on_use.load_model(section), self._checkpoint)
             else:
-                model = load_model(section.model_copy(update={"name": str(self._checkpoint)}))
+                model = on_use.load_model(
+                    section.model_copy(update={"name": str(self._checkpoint)})
+                )
             self._loaded = (self._checkpoint, model)
         return self._loaded[1]
 
@@ -358,7 +358,7 @@ class OnlineRLTrainer:
             check_newest(self.output_dir, Path(resume_from_checkpoint))
         check_output(self.output_dir, resume or self.config.overwrite_output_dir)
         # A run with a checkpoint has called its functions before.
-        if checkpoint.newest(self.output_dir / "checkpoints") is None:
+        if on_use.newest(self.output_dir / "checkpoints") is None:
             self._try_rewards()
         self.config.model_name_or_path = self._caller_model.saved(self.config)
         with self._own_names():
@@ -387,7 +387,7 @@ class OnlineRLTrainer:
         self._callbacks.begin(count)
         try:
             with self._own_names():
-                self._checkpoint = train_in_process(
+                self._checkpoint = on_use.train_in_process(
                     settings,
                     console() if self.config.verbose else Console(quiet=True),
                     problems=self._problems,
@@ -432,7 +432,7 @@ class OnlineRLTrainer:
 
     def _rounds_on_disk(self) -> int:
         """Returns how many whole calls of `train` the newest checkpoint contains."""
-        newest = checkpoint.newest(self.output_dir / "checkpoints")
+        newest = on_use.newest(self.output_dir / "checkpoints")
         if newest is None:
             return 0
         steps = int(newest.name.removeprefix("step_"))
@@ -549,7 +549,7 @@ class OnlineRLTrainer:
     def _whole_model(self) -> Iterator[Path]:
         """Yields a directory of the trained model, with its adapter merged; it may be temporary."""
         assert self._checkpoint is not None
-        if not is_adapter(self._checkpoint):
+        if not on_use.is_adapter(self._checkpoint):
             yield self._checkpoint
             return
         with TemporaryDirectory(prefix="rlhf-math-") as temporary:
@@ -575,7 +575,7 @@ class OnlineRLTrainer:
                 field="dataset",
                 remedy="give dataset here, or eval_dataset to the trainer",
             )
-        evaluator = ModelEvaluator.of_run(
+        evaluator = on_use.ModelEvaluator.of_run(
             self._checkpoint or self._caller_model.saved(self.config),
             self.config.to_config(self.config.problems_per_step, 0, Path()),
             progress=self.config.verbose,
@@ -684,11 +684,13 @@ def _check_length(dataset: Any, config: TrainerConfig) -> None:
         )
 
 
-def _check_together(config: TrainerConfig, problems: Problems, refusals: Refusals) -> None:
+def _check_together(config: TrainerConfig, problems: "Problems", refusals: Refusals) -> None:
     """Adds what does not fit between settings, data and machine to `refusals`."""
     with refusals.collected():
         if config.use_gpu:
-            choose_device("cuda", "use_gpu", value=True, on_cpu="leave it out to train on the CPU")
+            on_use.choose_device(
+                "cuda", "use_gpu", value=True, on_cpu="leave it out to train on the CPU"
+            )
     with refusals.collected():
         if problems.train:
             config.check_steps(len(problems.train))
@@ -705,10 +707,10 @@ def _check_together(config: TrainerConfig, problems: Problems, refusals: Refusal
 def _check_lengths(config: TrainerConfig, prompts: Sequence[Prompt]) -> None:
     """Raises ConfigError for a problem that is too long for the settings or for the model."""
     settings = config.to_config(len(prompts), 0, Path())
-    prompter = Prompter(load_tokenizer(settings.model), PromptStyle.of(settings), [])
+    prompter = Prompter(on_use.load_tokenizer(settings.model), PromptStyle.of(settings), [])
     lengths = [len(prompter.token_ids(prompt)) for prompt in prompts]
     longest = max(lengths)
-    room = (context_length(settings.model) or sys.maxsize) - longest
+    room = (on_use.context_length(settings.model) or sys.maxsize) - longest
     field = ""
     if longest > config.max_prompt_length:
         field = "max_prompt_length"

@@ -2,26 +2,18 @@
 
 import json
 from pathlib import Path
-from typing import Any
-
-from transformers.trainer_callback import TrainerCallback, TrainerControl
+from typing import TYPE_CHECKING, Any
 
 from common import Json
-from trainer.api.callbacks import Hooks
+from trainer.api import on_use
 from trainer.api.online import OnlineRLTrainer
-from trainer.api.output import link_checkpoint
 from trainer.api.settings import one_process
 from trainer.evaluation.results import EvaluationResults
 
+if TYPE_CHECKING:
+    from transformers.trainer_callback import TrainerControl
 
-class _CheckpointLinks(TrainerCallback):  # type: ignore[misc]  # transformers has no types
-    """Gives the checkpoints in `directory` the names of transformers."""
-
-    def __init__(self, directory: Path) -> None:
-        self._directory = directory
-
-    def on_save(self, *_: Any, checkpoint: Path, **__: Any) -> None:
-        link_checkpoint(self._directory, checkpoint)
+    from trainer.api.callbacks import Hooks
 
 
 class WithTransformersNames(OnlineRLTrainer):
@@ -29,7 +21,7 @@ class WithTransformersNames(OnlineRLTrainer):
 
     def __init__(self, *args: Any, **keywords: Any) -> None:
         super().__init__(*args, **keywords)
-        self.add_callback(_CheckpointLinks(self.output_dir))
+        self.add_callback(on_use.CheckpointLinks(self.output_dir))
 
     def save_model(
         self, path: str | Path | None = None, *_: Any, output_dir: str | Path | None = None
@@ -47,12 +39,12 @@ class WithTransformersNames(OnlineRLTrainer):
         return super().evaluate(given, k if isinstance(k, int) else 1)
 
     @property
-    def callback_handler(self) -> Hooks:
+    def callback_handler(self) -> "Hooks":
         """The callbacks."""
         return self._callbacks.hooks
 
     @property
-    def control(self) -> TrainerControl:
+    def control(self) -> "TrainerControl":
         """What callbacks ask for."""
         return self._callbacks.control
 

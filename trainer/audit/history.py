@@ -117,6 +117,7 @@ class WeightHistory:
         recorded = RecordedStep.read(self._run_dir, self._record, self.policy.step + 1)
         self._check_settings(recorded)
         batch = recorded.batch(self._config)
+        self.policy.assign(batch)
         self.policy.total_steps = recorded.line.total_steps
         update, _ = learn(self.policy, self.reference, self.critic, batch)
         self.policy.step += 1

@@ -15,6 +15,7 @@ import httpx
 from transformers import AutoModelForCausalLM
 
 from common.clients.base import Client
+from common.clients.engines import Engines
 from common.clients.rollout import BASE_VERSION, RolloutClient
 from common.errors import ServiceLost
 from common.process.progress import Progress, bounded
@@ -30,6 +31,7 @@ from services.rollout.engine_client import (
     engine_env,
     released_memory,
 )
+from services.rollout.generation import GenerationProbe
 from services.rollout.loops import stop
 from services.rollout.supervision import SupervisedProcess, Timing
 from trainer.backends.backend import BackendContext
@@ -58,8 +60,11 @@ class ServersClient(RolloutClient):
 
     repeats_prompt = True  # they are SGLang
 
-    def __init__(self, urls: Sequence[str], check: Callable[[], None] = lambda: None) -> None:
-        super().__init__("rollout-server", urls[0])
+    def __init__(
+        self, urls: Sequence[str], check: Callable[[], None] = lambda: None, **options: Any
+    ) -> None:
+        super().__init__("rollout-server", urls[0], **options)
+        self.engines = Engines(self.http, [url.rstrip("/") for url in urls])
         self._servers = [_Server(Client("rollout-server", url)) for url in urls]
         self._check = check
 
@@ -126,7 +131,7 @@ class OwnSGLang:
         self._child = SupervisedProcess(
             "engine",
             self._launch,
-            self._api.unhealthy_reason,
+            GenerationProbe(self._api, rollout.stuck_after_s, publisher.is_paused),
             env=engine_env(config) | self._topology.loopback_env(),
             log_file=self.log_file,
             timing=Timing(
@@ -241,6 +246,10 @@ class DirectPublisher:
     def wake(self) -> None:
         """See `EngineMemory`."""
         self._context.loop.call(self.reload())
+
+    def is_paused(self) -> bool:
+        """Whether one of the engines is paused."""
+        return any(engine.is_paused for engine in self.engines)
 
     async def reload(self) -> None:
         """Tells the engines to load the newest version, if there is one."""

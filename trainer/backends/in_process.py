@@ -174,6 +174,7 @@ class InProcessBackend(Backend):
         generation.
         """
         new_client: Callable[[], RolloutClient]
+        limit_s = context.config.limits.service_timeout_s
         if embedded is not None:
             self._engine_gpus = 0
             await apps.enter_async_context(embedded.router.lifespan_context(embedded))
@@ -181,7 +182,9 @@ class InProcessBackend(Backend):
                 EngineClient("engine", _BASE, transport=httpx.ASGITransport(embedded))
             ]
             transport = self.rollout_transport(embedded)
-            new_client = partial(RolloutClient, "rollout-server", _BASE, transport=transport)
+            new_client = partial(
+                RolloutClient, "rollout-server", _BASE, transport=transport, deadline_s=limit_s
+            )
         elif self.engine == "sglang":
             rollout = context.config.rollout
             has_own_gpus = not rollout.colocate and rollout.device != "cpu"
@@ -191,11 +194,11 @@ class InProcessBackend(Backend):
             await own.start(apps)
             publisher.engines = [OwnEngineClient(own)]
             publisher.work = own.work
-            new_client = partial(ServersClient, [own.url], own.check)
+            new_client = partial(ServersClient, [own.url], own.check, deadline_s=limit_s)
         else:
             urls = [self.engine] if isinstance(self.engine, str) else self.engine
             publisher.engines = [EngineClient("engine", url) for url in urls]
-            new_client = partial(ServersClient, urls)
+            new_client = partial(ServersClient, urls, deadline_s=limit_s)
         for client in publisher.engines:
             await apps.enter_async_context(client)
         return new_client

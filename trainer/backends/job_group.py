@@ -11,12 +11,15 @@ from common.clients.replay import ReplayClient
 from common.clients.reward import RewardClient
 from common.clients.rollout import RolloutClient
 from common.process import topology as names
+from common.process.helpers import helper_processes
 from common.process.security import TOKEN, token
 from common.process.topology import Topology
 from common.settings.config import Config
 from common.wire.schemas import WorkerReport
+from learning.weight_group import nccl_version
+from trainer.algorithms.spool import EXPERTS
 from trainer.backends.backend import Backend, BackendContext
-from trainer.backends.server import BackgroundServer, create_trainer_app
+from trainer.backends.server import BackgroundServer, add_experts, create_trainer_app
 from trainer.dashboard.live import LiveDashboard
 from trainer.diagnosis.health import Health
 from trainer.observe.run_dir import console
@@ -30,6 +33,11 @@ from trainer.weights.sync import WeightPublisher
 from trainer.weights.transfer import BackendName, Rendezvous
 
 _C = TypeVar("_C", bound=Client)
+_READ_APART_TOKENS = 1 << 20
+"""A process of its own reads the engines' answers if those of a step have so many tokens: in rank 0
+they would take Python's lock for .3 s, and the update beside it would wait."""
+_LENGTH_WITH_EXPERTS = 64
+"""How many times as long answers with the experts of their tokens are."""
 
 
 class JobGroupBackend(Backend):
@@ -58,6 +66,7 @@ class JobGroupBackend(Backend):
         health = Health(config, topology, board.num_nodes, board.latest_version)
         dashboard = LiveDashboard(context.run_dir, health)
         app = create_trainer_app(board, context.registry, dashboard)
+        add_experts(app, config.state_dir / EXPERTS)
         host, port = topology.bind(names.TRAINER, config.trainer.port)
         server = BackgroundServer(app, host, port, died=board.server_died)
         context.stack.enter_context(server)
@@ -117,7 +126,7 @@ class JobGroupBackend(Backend):
         config = context.config
         # NCCL refuses two ranks on one GPU, and the embedded engine may share the trainer's: it
         # uses gloo.
-        engine_on_gpu = config.rollout.engine == "sglang" and config.rollout.device != "cpu"
+        engine_on_gpu = config.rollout.is_sglang_on_gpus
         trainer_on_gpu = context.policy.ranks.device.type == "cuda"
         backend: BackendName = "nccl" if engine_on_gpu and trainer_on_gpu else "gloo"
         broadcaster = Broadcaster(
@@ -133,6 +142,7 @@ class JobGroupBackend(Backend):
                     expert_groups=config.rollout.expert_groups,
                     attention_groups=config.rollout.attention_groups,
                 ),
+                nccl=nccl_version() if backend == "nccl" else "",
             ),
         )
         context.stack.callback(broadcaster.close)
@@ -153,6 +163,12 @@ def _clients(config: Config, topology: Topology, context: BackendContext) -> Ser
         reward=client(RewardClient, names.REWARD, config.reward.port),
         replay=client(ReplayClient, names.REPLAY, config.replay.port),
     )
+    sampling = config.sampling
+    tokens = config.trainer.batch_size * sampling.group_size * sampling.max_new_tokens
+    if config.trainer.routing_replay:
+        tokens *= _LENGTH_WITH_EXPERTS
+    if tokens >= _READ_APART_TOKENS:
+        services.rollout.readers = context.stack.enter_context(helper_processes(1))
     services.rollout.repeats_prompt = config.rollout.engine == "sglang"
     services.rollout.seeds_apart = config.reproducible and config.rollout.engine == "sglang"
     if config.algorithm.needs_critic and config.critic.location == "server":

@@ -4,12 +4,13 @@ metrics.
 
 import asyncio
 import logging
+import pathlib
 from collections.abc import Callable
 from functools import partial
 from typing import Annotated, get_args
 
 from fastapi import FastAPI, Path, Query
-from fastapi.responses import FileResponse
+from fastapi.responses import FileResponse, Response
 
 from common.errors import ConfigError, InvalidInput
 from common.process import watchdog
@@ -24,6 +25,7 @@ from common.wire.schemas import (
 )
 from services.http.app import Server, create_app, listen
 from services.http.openapi import described, errors
+from trainer.algorithms.spool import read_part
 from trainer.dashboard.live import LiveDashboard
 from trainer.weights.board import WeightBoard
 
@@ -120,6 +122,23 @@ def create_trainer_app(
         return [own, *await asyncio.to_thread(watchdog.other_ranks)]
 
     return app
+
+
+def add_experts(app: FastAPI, directory: pathlib.Path) -> None:
+    """Adds the route to spooled experts (`trainer.algorithms.spool`)."""
+
+    @app.get(
+        "/experts/{name}",
+        **described(answer=_FILE, writes=("application/octet-stream",), fails=(404,)),
+    )
+    async def experts(
+        name: Annotated[str, Path(pattern=r"^[0-9a-f]{32}\.experts$")],
+        start: Annotated[int, Query(ge=0)],
+        size: Annotated[int, Query(ge=0)],
+    ) -> Response:
+        """The experts of some tokens of a group, for a rank of another node."""
+        part = await asyncio.to_thread(read_part, directory / name, start, size)
+        return Response(part.tobytes(), media_type="application/octet-stream")
 
 
 class BackgroundServer:

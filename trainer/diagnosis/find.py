@@ -31,7 +31,8 @@ def find(facts: Facts) -> list[Finding]:
             known.evidence += [each for each in finding.evidence if each not in known.evidence][:2]
             times = [each for each in (known.since, finding.since) if each is not None]
             known.since = min(times, default=None)
-    if not any(finding.level in ("stopped", "stalled") for finding in found.values()):
+    is_explained = any(finding.level in ("stopped", "stalled") for finding in found.values())
+    if not is_explained and catalogue.ENGINES_BUSY not in found:
         found |= {finding.name: finding for finding in no_step(facts)}
     return sorted(found.values(), key=_rank)
 

@@ -83,7 +83,6 @@ class TokenGenerator:
                 stop_token_ids=self._prompter.stop_token_ids,
                 sampling_seed=sampling_seed(config.seed, SEED_OFFSET + index),
                 parameters=parameters,
-                deadline_s=config.sampling.request_timeout_s,
                 logprobs=False,
             )
         return [self._parsed(prompt, answer) for answer in answers]

@@ -5,11 +5,12 @@ import tempfile
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import httpx
 
 from common.clients.base import Client, Unreachable
+from common.clients.engines import GeneratingClient
 from common.clients.rollout import GenerationFailed, RolloutClient
 from common.errors import ConfigError, ServiceError
 from common.prompts.prompter import Prompter, PromptStyle, conversation
@@ -33,6 +34,7 @@ from trainer.evaluation.generation import (
 from trainer.policy.scorer import load_model, load_tokenizer, quiet
 from trainer.rollouts.requests import GeneratedAnswer, sampling_seed
 
+_C = TypeVar("_C", bound=GeneratingClient)
 _FIRST_ANSWER_S = 15.0
 """Time limit for a server's first response."""
 
@@ -80,9 +82,7 @@ class ChatGenerator:
             body["prompt"] = question + style.prefill
 
         async with self._slots:
-            response = await self._client.request(
-                "POST", path, json=body, deadline_s=config.sampling.request_timeout_s
-            )
+            response = await self._client.request("POST", path, json=body)
         try:
             content = response.json()
             (choice,) = content["choices"]
@@ -111,7 +111,10 @@ async def local_generator(
         async with (
             app.router.lifespan_context(app),
             RolloutClient(
-                "engine", "http://in-process", transport=httpx.ASGITransport(app)
+                "engine",
+                "http://in-process",
+                transport=httpx.ASGITransport(app),
+                deadline_s=config.limits.service_timeout_s,
             ) as client,
         ):
             yield TokenGenerator(client, prompter, config, loaded.max_context_tokens, slots=slots)
@@ -149,7 +152,7 @@ async def sglang_generator(
     """Connects to SGLang or its router at `url`; `config.model` names its tokenizer."""
     stops = list(config.sampling.stop_token_ids)
     prompter = Prompter(load_tokenizer(config.model), PromptStyle.of(config), stops)
-    async with RolloutClient("the server", _root(url), headers=_bearer(api_key)) as client:
+    async with _server(RolloutClient, url, config, api_key) as client:
         await _ask(client, "/get_model_info")  # needs the key, unlike /health
         yield TokenGenerator(client, prompter, config, slots=slots)
 
@@ -161,15 +164,17 @@ async def openai_generator(
     """Connects to an OpenAI-compatible server at `url`, with or without `/v1`; `model_id` None: its
     only model.
     """
-    async with Client("the server", _root(url), headers=_bearer(api_key)) as client:
+    async with _server(GeneratingClient, url, config, api_key) as client:
         listed = await _ask(client, "/v1/models")
         model_id = model_id or _only_model(listed, url)
         yield ChatGenerator(client, model_id, config, slots)
 
 
-def _bearer(api_key: str | None) -> dict[str, str]:
-    """Returns the header with the server's own key, never the run's token."""
-    return {"authorization": f"Bearer {api_key}"} if api_key else {}
+def _server(kind: type[_C], url: str, config: Config, api_key: str | None) -> _C:
+    """Returns a client with the server's own key, never the run's token."""
+    headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
+    limit_s = config.limits.service_timeout_s
+    return kind("the server", _root(url), deadline_s=limit_s, headers=headers)
 
 
 def _root(url: str) -> str:

@@ -159,6 +159,10 @@ def audited_step(
     """Returns the line of a step that was just trained. A collective."""
     config = policy.config
     groups = [item.group for item in batch.groups]
+    columns = [
+        column and batch.whole(column, policy.ranks)
+        for column in (batch.ref_logprobs, batch.values)
+    ]
     tensors: list[tuple[str, Tensor]] = []
     for model in critic.resident()[0]:
         tensors += named_tensors(model).items()
@@ -168,8 +172,8 @@ def audited_step(
         total_steps=policy.total_steps,
         groups=[group.id for group in groups],
         seeds=[sampling_seed(config.seed, group.position) for group in groups],
-        reference_logprobs=_column_digest(batch.ref_logprobs),
-        values=_column_digest(batch.values),
+        reference_logprobs=_column_digest(columns[0]),
+        values=_column_digest(columns[1]),
         norms=list(update.norms),
         gradients=list(update.gradients),
         weights=policy.digest(),

@@ -187,8 +187,12 @@ NOT_GRADED = Fault(
 )
 NOT_GENERATED = Fault(
     "Completions cannot be generated",
-    "see the log of rollout-server; give it time (sampling.request_timeout_s) or ask for less "
-    "(sampling.max_new_tokens)",
+    "see the log of rollout-server; ask for less (sampling.max_new_tokens)",
+)
+ENGINES_BUSY = Fault(
+    "The engines are busy",
+    "nothing: a step takes as long as its answers; for shorter steps add rollout nodes, or ask for "
+    "less (sampling.max_new_tokens, sampling.group_size, trainer.batch_size)",
 )
 NO_BATCH = Fault(
     "No batch comes",
@@ -537,6 +541,13 @@ HINTS = {
         also={_STALE: 0.5, "share of the update": 0.5},
         unless={"trainer.max_staleness": "; or run both at once (trainer.max_staleness 1)"},
     ),
+    "half_full_passes": Notice(
+        "the passes of the update are {fill:.0%} full, since {answers} of the longest answers and "
+        "their prompt do not fit trainer.micro_batch_tokens ({config.trainer.micro_batch_tokens})",
+        "Set it to {full}, if the GPU has the memory (`rlhf doctor --plan`), or leave it auto",
+        0.7,
+        "of the passes",
+    ),
     "publish_bound": _slow(
         "new weights take {share:.0%} of the time to reach the engines",
         "Change: trainer.weight_sync ({config.trainer.weight_sync}) to distributed or shared, or "
@@ -595,8 +606,7 @@ HINTS = {
     ),
     "dropped_generation": _dropped(
         "generation",
-        "the engine fails or is too slow: look at its log, give it time "
-        "(sampling.request_timeout_s), or ask for less (sampling.max_new_tokens)",
+        "the engines fail: look at their logs, or ask for less (sampling.max_new_tokens)",
     ),
     "dropped_reward": _dropped(
         "reward",

@@ -16,6 +16,7 @@ import statistics
 from collections.abc import Callable, Mapping, MutableSequence, Sequence
 from typing import Any
 
+from common.models.memory import answers_of_pass, full_pass
 from common.settings.config import Config
 from trainer.observe.catalogue import HINTS, NEVER_ENDS, Notice
 from trainer.timing import STAGES, WAITING
@@ -349,6 +350,16 @@ def _rollout_idle(steps: _Steps, row: Notice) -> _Measured:
     return {"idle": idle, "update": update}
 
 
+def _half_full_passes(steps: _Steps, row: Notice) -> _Measured:
+    known = [step for step in steps.trained if "update.pass_fill" in step]
+    fill = steps.mean("update.pass_fill", known)
+    is_set = steps.config.trainer.micro_batch_tokens != "auto"
+    if not (known and is_set) or fill >= row.limit:
+        return None
+    answers = 1 + answers_of_pass(steps.config)
+    return {"fill": fill, "answers": answers, "full": full_pass(steps.config, answers)}
+
+
 def _lost_episodes(steps: _Steps, row: Notice) -> _Measured:
     lost = {name: int(steps.sum(f"lost_episodes.{name}")) for name in ("timeout", "died", "error")}
     count = sum(lost.values())
@@ -371,6 +382,7 @@ _MEASURES: dict[str, Callable[[_Steps, Notice], _Measured]] = {
     "not_finite": _not_finite,
     "entropy": _entropy,
     "rollout_idle": _rollout_idle,
+    "half_full_passes": _half_full_passes,
     "lost_episodes": _lost_episodes,
 }
 """The function that measures each hint; `_share_of_row` measures the others."""

@@ -108,6 +108,11 @@ SECTIONS = {
             chart="Skipped updates",
         ),
         Metric("update.stopped_early", "1 when algorithm.early_stop_kl ended the updates"),
+        Metric(
+            "update.pass_fill",
+            "share of its passes that would do if answers could be cut: 0.5 if all are half full",
+            "share",
+        ),
     ),
     "Groups and tokens": (
         Metric(

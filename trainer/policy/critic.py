@@ -1,8 +1,7 @@
 """The training loop's side of the critic: none, on the trainer's own ranks, or in a critic-server.
 
-Every rank holds a `ValueFunction` and calls the same methods in the same order; every rank gets the
-same results. The critic itself is `services/critic/critic.py` in both places
-(docs/adr/0005-one-critic-two-places.md).
+Every rank holds a `ValueFunction` and calls the same methods in the same order. The critic itself
+is `services/critic/critic.py` in both places (docs/adr/0005-one-critic-two-places.md).
 """
 
 import json
@@ -14,7 +13,8 @@ from common.clients.critic import CriticClient
 from common.errors import ConfigError, Conflict, ServiceError
 from common.process.loop_thread import LoopThread
 from common.settings.config import Config
-from common.wire.schemas import CriticMetrics, Float32
+from common.wire.schemas import CriticMetrics, Float32, TokenSequence
+from learning.batching import Sizes
 from learning.parking import Resident
 from learning.ranks import Ranks
 from learning.saving import Snapshot
@@ -46,8 +46,8 @@ class ValueFunction:
         """
 
     def values(self, batch: Batch) -> list[Float32] | None:
-        """Returns [L] for each row: the values of the states before its completion tokens; None
-        without a critic.
+        """Returns [L] for each row of this rank: the values of the states before its completion
+        tokens; None without a critic.
         """
         return None
 
@@ -85,12 +85,15 @@ class LocalCritic(ValueFunction):
         self._critic = Critic(self._config, self._ranks, saved)
 
     def values(self, batch: Batch) -> list[Float32]:
-        return self._critic.values(batch.sequences())
+        return self._critic.values(batch.tokens, self._sizes(batch))
 
     def start_update(self, batch: Batch, seed: int) -> Callable[[], CriticMetrics]:
         """Completes the update before it returns."""
-        metrics = self._critic.update(batch.value_targets(), seed)
+        metrics = self._critic.update(batch.value_targets(), seed, self._sizes(batch))
         return lambda: metrics
+
+    def _sizes(self, batch: Batch) -> Sizes:
+        return batch.sizes(self._critic.model.layout.shared)
 
     def resident(self) -> Resident:
         return [self._critic.model], [self._critic.optimizer]
@@ -152,7 +155,10 @@ class RemoteCritic(ValueFunction):
     def values(self, batch: Batch) -> list[Float32]:
         values: list[Float32] = []
         if self._ranks.is_rank_zero:
-            call = self._begin(self._server.values(batch.sequences(), self._run_id, self._step))
+            sequences = [
+                TokenSequence(row.prompt_ids, row.completion_ids) for row in batch.tokens.values()
+            ]
+            call = self._begin(self._server.values(sequences, self._run_id, self._step))
             # Copied: those from the wire are read-only, which torch warns of.
             values = [row.copy() for row in call()]
         return self._ranks.broadcast(values)
@@ -160,10 +166,11 @@ class RemoteCritic(ValueFunction):
     def start_update(self, batch: Batch, seed: int) -> Callable[[], CriticMetrics]:
         """See `ValueFunction`. The critic-server computes in the background."""
         wait: Callable[[], CriticMetrics] | None = None
+        assert batch.returns is not None
+        batch.returns = batch.whole(batch.returns, self._ranks)
         if self._ranks.is_rank_zero:
-            wait = self._begin(
-                self._server.update(self._run_id, self._step, seed, batch.value_targets())
-            )
+            rows = list(batch.value_targets().values())
+            wait = self._begin(self._server.update(self._run_id, self._step, seed, rows))
 
         def finish() -> CriticMetrics:
             metrics = self._ranks.broadcast(wait and wait())

@@ -4,36 +4,63 @@
     logprobs, values ─► advantages ─► gradient ─► update
 """
 
+from dataclasses import replace
+
 import torch
 
 from common.wire.schemas import CriticMetrics
-from trainer.algorithms.batch import Batch
+from trainer.algorithms.batch import Batch, TrainingGroup
 from trainer.algorithms.compute_advantages import compute_advantages
 from trainer.policy.critic import ValueFunction
 from trainer.policy.policy import Policy, PolicyUpdate
 from trainer.policy.reference import Reference
 
 
+def shared_batch(groups: list[TrainingGroup], policy: Policy) -> Batch:
+    """Returns the batch of rank 0's groups: what is known of all rows, and the tokens of this
+    rank's. A collective.
+    """
+    ranks = policy.ranks
+    if ranks.world_size == 1:
+        return Batch.of(groups, policy.config, policy.step)
+    whole = Batch.of(groups, policy.config, policy.step) if ranks.is_rank_zero else None
+    facts = ranks.broadcast(whole and whole.facts())
+    batch = whole or facts
+    assert batch is not None, "rank 0 has it"
+    policy.assign(batch)
+    return batch.shared(ranks)
+
+
 def learn(
     policy: Policy, reference: Reference, critic: ValueFunction, batch: Batch
 ) -> tuple[PolicyUpdate, CriticMetrics | None]:
     """Fills the columns of `batch` and updates the models. A collective; the caller counts the
-    step.
+    step. Advantages, and log-probabilities if they are recorded, are of all rows on rank 0.
 
     The result depends on nothing but the models, the batch, the settings and the step: randomness,
     such as dropout, is seeded here. Returns the metrics of policy and critic.
     """
     config = policy.config
-    torch.manual_seed((policy.seed * 4096 + policy.ranks.rank) % 2**63)
+    ranks = policy.ranks
+    torch.manual_seed((policy.seed * 4096 + ranks.rank) % 2**63)
 
     # None where the algorithm needs none.
     batch.old_logprobs = policy.logprobs(batch)
     batch.ref_logprobs = reference.logprobs(batch)
     batch.values = critic.values(batch)
-    batch.advantages, batch.returns = compute_advantages(batch, config, policy.kl_coef)
+    batch.advantages, batch.returns = compute_advantages(
+        batch, config, policy.kl_coef, ranks.sum_shares
+    )
 
     # A critic-server learns while the policy is updated here.
     finish_critic_update = critic.start_update(batch, policy.seed)
     warming_up = critic.warming_up(policy.step)
     update = policy.skip_update() if warming_up else policy.update(batch)
-    return update, finish_critic_update()
+    critic_metrics = finish_critic_update()
+
+    batch.advantages = batch.whole(batch.advantages, ranks)
+    if batch.old_logprobs is not None:
+        batch.old_logprobs = batch.whole(batch.old_logprobs, ranks)
+    elif update.logprobs is not None:
+        update = replace(update, logprobs=batch.whole(update.logprobs, ranks))
+    return update, critic_metrics

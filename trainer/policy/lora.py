@@ -5,10 +5,15 @@ PEFT inserts the adapter's matrices into the Hugging Face model in place. For a 
 adapter, the model's state then holds `NAME.base_layer.weight` (W), `NAME.lora_A.default.weight` (A)
 and `NAME.lora_B.default.weight` (B); the layer computes (W + alpha / rank × B A) x. Published and
 saved tensors are made from that state one at a time.
+
+In every family the same layers can have an adapter: the linear layers of attention and of dense
+MLPs, among them the shared experts of a mixture. Its routed experts, which are stacked in one
+parameter, and its routers have none.
 """
 
 import copy
 import re
+import warnings
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -21,6 +26,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from common.errors import ConfigError
+from common.settings.checks import unloadable_adapter
 from common.settings.config import Config
 from learning.loading import AddedModules, fill, from_memory, not_in_files
 from learning.ranks import Ranks
@@ -40,6 +46,8 @@ _PREFIX = "base_model.model."
 _A = ".lora_A.default.weight"
 _B = ".lora_B.default.weight"
 _BASE = ".base_layer."
+_ROUTERS = {"gate", "router", "shared_expert_gate"}
+"""Names of modules that choose experts or weigh them."""
 
 
 class NewAdapter(AddedModules):
@@ -58,7 +66,7 @@ class NewAdapter(AddedModules):
         # Not `model.to`: its buffers (rotary frequencies) must stay float32.
         for parameter in model.parameters():
             parameter.data = parameter.data.to(self._frozen)
-        model.add_adapter(_peft_config(self._config, model))
+        _insert(self._config, model, _adapted_layers(self._config, model))
         for parameter in model.parameters():
             if parameter.requires_grad:
                 parameter.data = parameter.data.float()
@@ -133,38 +141,104 @@ def _check_published(model: Any, own: Mapping[str, Tensor], config: Config, rank
         )
 
 
-def _peft_config(config: Config, model: Any) -> Any:
-    from peft import LoraConfig
+def _adapted_layers(config: Config, model: Any) -> dict[str, list[str]]:
+    """Returns the names of the layers that get an adapter, by their last components.
 
+    Raises ConfigError for `lora.target_modules` that the model lacks, and for layers whose adapters
+    the engine would not load.
+    """
     lora = config.lora
-    local = Path(config.model.name)
     decoder = model.get_decoder()
-    linear = {
-        name.rpartition(".")[2]
-        for name, module in decoder.named_modules()
-        if isinstance(module, nn.Linear)
-    }
-    inside = next(name for name, module in model.named_modules() if module is decoder)
-    unknown = sorted(set(lora.target_modules) - linear)
+    inside = _decoder_name(model)
+    linear: dict[str, list[str]] = {}
+    for name, module in decoder.named_modules():
+        path = name.split(".")
+        skipped = module is model.get_output_embeddings() or not _ROUTERS.isdisjoint(path)
+        if isinstance(module, nn.Linear) and not skipped and not _in_kernel(decoder, name):
+            linear.setdefault(path[-1], []).append(f"{inside}.{name}".removeprefix("."))
+
+    unknown = sorted(set(lora.target_modules) - set(linear))
     if unknown:
         raise ConfigError(
-            f"the model has no linear layer {unknown[0]}",
+            f"the model has no linear layer {unknown[0]}, but for routed experts and routers, "
+            "which get no adapter",
             field="lora.target_modules",
             value=lora.target_modules,
             remedy=f"use some of {', '.join(sorted(linear))}, or leave the setting empty for all",
         )
-    return LoraConfig(
+    chosen = lora.target_modules or list(linear)
+    problem = unloadable_adapter(chosen)
+    if problem and lora.publishes_adapter and config.rollout.engine == "sglang":
+        raise ConfigError(
+            f"this model's adapter {problem}",
+            field="lora.target_modules",
+            value=lora.target_modules,
+            remedy="set lora.publish merged, or name other layers",
+        )
+    return {last: linear[last] for last in sorted(chosen)}
+
+
+def _insert(config: Config, model: Any, layers: Mapping[str, list[str]]) -> None:
+    """Inserts PEFT's layers for these layers of the model, and describes the adapter in
+    `model.peft_config`.
+    """
+    from peft import LoraConfig, inject_adapter_in_model
+
+    lora = config.lora
+    local = Path(config.model.name)
+    by_name = [last for last in layers if not _names_experts(last, model)]
+    described = LoraConfig(
         r=lora.rank,
         lora_alpha=lora.alpha,
         lora_dropout=lora.dropout,
-        target_modules=sorted(lora.target_modules or linear),
-        # A vision tower's layers have the same numbers: SGLang would mistake them for the
-        # decoder's.
-        exclude_modules=rf"(?!{re.escape(inside)}\.).*" if "." in inside else None,
+        target_modules=by_name,
         # Absolute, to be found from any working directory.
         base_model_name_or_path=str(local.resolve()) if local.is_dir() else config.model.name,
         task_type="CAUSAL_LM",
     )
+    # Only these keys tell PEFT exactly which layers: it takes the names `gate_proj` and `down_proj`
+    # in a mixture for those of the experts, of which there are none in it any more.
+    keys = dict.fromkeys(f"{name}.lora_A.weight" for names in layers.values() for name in names)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "While injecting the PEFT adapters", RuntimeWarning)
+        inject_adapter_in_model(described, model, "default", state_dict=keys)
+    model._hf_peft_config_loaded = True
+
+    # Whoever reads the adapter finds the same layers by these.
+    described.target_modules = by_name
+    described.target_parameters = [
+        f"{name}.weight" for last in layers if last not in by_name for name in layers[last]
+    ]
+    inside = _decoder_name(model)
+    # A vision tower's layers have the same numbers: SGLang would mistake them for the decoder's.
+    described.exclude_modules = rf"(?!{re.escape(inside)}\.).*" if "." in inside else None
+
+
+def _in_kernel(decoder: nn.Module, name: str) -> bool:
+    """Whether a layer is the last one of a Mamba block, whose kernel takes the matrix itself: an
+    adapter beside it would change nothing.
+    """
+    block, _, last = name.rpartition(".")
+    parameters = dict(decoder.get_submodule(block).named_parameters(recurse=False))
+    return last == "out_proj" and {"A_log", "D"} <= parameters.keys()
+
+
+def _decoder_name(model: Any) -> str:
+    decoder = model.get_decoder()
+    return str(next(name for name, module in model.named_modules() if module is decoder))
+
+
+def _names_experts(name: str, model: Any) -> bool:
+    """Whether PEFT takes this name of a layer of the model for one of its routed experts."""
+    from peft import LoraConfig
+    from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
+
+    probe = LoraConfig(target_modules=[name])
+    try:
+        convert_peft_config_for_transformers(probe, model, None)
+    except ValueError:  # it wants its other half, the up projection of a gate
+        return True
+    return name not in (probe.target_modules or ())
 
 
 def adapter_tensors(named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
@@ -226,6 +300,8 @@ def adapter_config(policy: Any) -> str:
     """Returns the text of PEFT's `adapter_config.json`."""
     written = copy.copy(policy.peft_config["default"])
     written.inference_mode = True
+    if written.target_parameters:
+        written.lora_dropout = 0.0  # PEFT knows none for parameters, and a reader needs none
     with TemporaryDirectory(prefix="rlhf-math-") as directory:
         written.save_pretrained(directory)
         return (Path(directory) / ADAPTER_CONFIG).read_text()

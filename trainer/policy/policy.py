@@ -8,12 +8,13 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from common.errors import ConfigError
 from common.settings.config import Config
 from common.wire.schemas import Float32
-from learning.batching import Indices, by_row, mini_batches
+from learning.batching import Indices, by_row, mini_batches, owners
 from learning.digest import digest
 from learning.fitting import fitted
 from learning.micro_batch_passes import micro_batch_passes
@@ -53,7 +54,7 @@ class PolicyUpdate:
 
     metrics: UpdateMetrics
     logprobs: list[Float32 | None] | None = None
-    """[L] for each row before the update; None for rows that the update did not score."""
+    """[L] for each row before the update; None for rows that the update did not score here."""
     norms: Sequence[float] = ()
     """The norm of the gradient of each optimiser update, before clipping."""
     gradients: Sequence[str] = ()
@@ -99,15 +100,11 @@ class Policy:
             )
 
         # The model that is trained, with its head: it computes log-probabilities.
-        self.scorer = load_policy(fitted(config, ranks, config.model.name), ranks, directory)
+        self.config = fitted(config, ranks, config.model.name)
+        self.scorer = load_policy(self.config, ranks, directory)
         self.model = self.scorer.model
         self.model.train()
-        self.optimizer = Optimizer(
-            self.model,
-            config.optimizer.adam_betas,
-            config.optimizer.weight_decay,
-            max_grad_norm=config.optimizer.max_grad_norm,
-        )
+        self.optimizer = Optimizer(self.model, config.optimizer)
 
     @classmethod
     def resume(
@@ -185,8 +182,8 @@ class Policy:
         return self.config.seed * 1_000_003 + self.step
 
     def logprobs(self, batch: Batch) -> list[Float32] | None:
-        """Returns log-probabilities [L] for each row under the current policy; None when the
-        algorithm needs none.
+        """Returns log-probabilities [L] for each row of this rank under the current policy; None
+        when the algorithm needs none.
         """
         algorithm = self.config.algorithm
         # The first update takes them from its own pass (`_backward`).
@@ -203,6 +200,29 @@ class Policy:
         self.model.train()
         return logprobs
 
+    def assign(self, batch: Batch) -> None:
+        """Decides which rank computes which rows of a batch, so that their shares of every pass
+        over the batch, and of every mini-batch of the first epoch, are even.
+        """
+        ranks = self.ranks
+        if ranks.world_size == 1:
+            return
+        equal = np.array([row.equal for row in batch.rows])
+        # Of all rows, and then of those in the loss.
+        parts: list[Indices] = [np.arange(len(batch.rows))]
+        for rows in self._mini_batches(batch, epoch=0):
+            # Groups of equal rewards mostly have no gradient, and no pass.
+            parts += [rows[equal[rows]], rows[~equal[rows]]]
+        sizes = batch.sizes(self.scorer.layout.shared)
+        batch.assign(owners(sizes, parts, ranks.shares), ranks.share)
+
+    def _mini_batches(self, batch: Batch, epoch: int) -> list[Indices]:
+        """Returns the rows of each optimiser update of an epoch."""
+        loss_rows = np.flatnonzero([row.in_loss for row in batch.rows])
+        seed = self.seed * 1_000 + epoch
+        parts = mini_batches(len(loss_rows), self.config.algorithm.mini_batches, seed)
+        return [loss_rows[part] for part in parts]
+
     def update(self, batch: Batch) -> PolicyUpdate:
         """Makes `algorithm.update_epochs` × `algorithm.mini_batches` optimiser updates, each with
         the gradient of one mini-batch, whose micro-batches are passes of bounded memory.
@@ -212,7 +232,6 @@ class Policy:
         """
         algorithm = self.config.algorithm
         sums = Sums(self.ranks.device)
-        loss_rows = np.flatnonzero([row.in_loss for row in batch.rows])
         rate = learning_rate(self.step, self.total_steps, self.config.optimizer)
         norms: list[float] = []
         gradients: list[str] = []
@@ -222,12 +241,11 @@ class Policy:
 
         rows_of_updates: list[Indices] = []
         for epoch in range(algorithm.update_epochs):
-            seed = self.seed * 1_000 + epoch
-            rows_of_updates += mini_batches(len(loss_rows), algorithm.mini_batches, seed)
+            rows_of_updates += self._mini_batches(batch, epoch)
 
         for rows in rows_of_updates:
             is_first = len(norms) == 0
-            mini_sums, scored = self._accumulate(batch, loss_rows[rows], first=is_first)
+            mini_sums, scored = self._accumulate(batch, rows, first=is_first)
             if is_first:
                 logprobs = scored
             sums.values += mini_sums.values
@@ -265,6 +283,23 @@ class Policy:
         """Returns the result of a step in which only the critic learns: no updates, no tokens."""
         return PolicyUpdate(Sums().metrics([], 0.0, self.kl_coef, skipped=0, stopped=False))
 
+    def _has_gradient(self, batch: Batch) -> NDArray[np.bool_]:
+        """Returns [rows] whether a row has a gradient. A collective.
+
+        A row whose advantages are 0 has no policy gradient. Without a KL term and an entropy bonus
+        its pass would add 0 to the gradient and is left out; the totals that normalise the loss
+        include the row, so that the gradient is the same with and without its pass.
+        """
+        algorithm = self.config.algorithm
+        kl_in_loss = algorithm.kl_coef > 0 and algorithm.kl_in == "loss"
+        if kl_in_loss or algorithm.entropy_coef > 0:
+            return np.ones(len(batch.rows), bool)
+        assert batch.advantages is not None
+        own = torch.zeros(len(batch.rows))
+        own[batch.own] = torch.tensor([float(batch.advantages[i].any()) for i in batch.own])
+        found: NDArray[np.bool_] = self.ranks.sum_shares(own).numpy() > 0
+        return found
+
     def _accumulate(
         self, batch: Batch, loss_rows: Indices, first: bool
     ) -> tuple[Sums, list[Float32 | None] | None]:
@@ -273,25 +308,13 @@ class Policy:
 
         Returns the sums over its tokens. In the `first` update it also returns what the log of
         groups shows: [L] log-probabilities of the policy before the update for each row of the
-        batch, None for rows without a pass; None instead of the list when the log does not need
-        them.
-
-        A row whose advantages are 0 has no policy gradient. Without a KL term and an entropy bonus
-        its pass would add 0 to the gradient and is left out; the totals that normalise the loss
-        include the row, so that the gradient is the same with and without its pass.
+        batch, None for rows without a pass here; None instead of the list when the log does not
+        need them.
         """
-        algorithm = self.config.algorithm
         sums = Sums(self.ranks.device)
         self.optimizer.zero_grad()
 
-        kl_in_loss = algorithm.kl_coef > 0 and algorithm.kl_in == "loss"
-        trains_all_rows = kl_in_loss or algorithm.entropy_coef > 0
-        assert batch.advantages is not None
-        gradient_rows = loss_rows
-        if not trains_all_rows:
-            has_gradient = [bool(batch.advantages[i].any()) for i in loss_rows.tolist()]
-            gradient_rows = loss_rows[np.array(has_gradient, bool)]
-
+        gradient_rows = loss_rows[self._has_gradient(batch)[loss_rows]]
         if first and len(gradient_rows) == 0:
             # Engine and trainer are compared on a few rows nevertheless: an engine with damaged
             # weights gives wrong answers only, and would not be seen.
@@ -301,7 +324,7 @@ class Policy:
                     if are_own:
                         sums.compare(micro, scores)
 
-        total_tokens = sum(len(batch.rows[i].targets) for i in loss_rows.tolist())
+        total_tokens = sum(batch.rows[i].trained_tokens for i in loss_rows.tolist())
         scored: list[tuple[Indices, Tensor]] = []
         for indices, micro, are_own in self._passes(batch, gradient_rows):
             if not are_own:  # the other ranks have one more pass: join its collective calls
@@ -315,15 +338,19 @@ class Policy:
                 first=first,
             )
             scored.append((indices, logprobs))
+        sizes = batch.sizes(self.scorer.layout.shared)
+        sums.add_passes(
+            [sizes.together(indices) for indices, _ in scored],
+            room=self.config.trainer.pass_tokens * self.ranks.context_size,
+        )
         self.ranks.sum_gradients(self.model)
         self.ranks.sum_shares(sums.values)
 
         keeps_groups = self.config.trainer.keep_groups_mb > 0
         if not (first and keeps_groups and batch.old_logprobs is None):
             return sums, None
-        had_pass = set(gradient_rows.tolist())
-        by_rows = by_row(scored, batch.lengths, self.ranks)  # 0 for rows without a pass
-        return sums, [logprobs if i in had_pass else None for i, logprobs in enumerate(by_rows)]
+        by_rows = by_row(scored, np.array(batch.lengths))
+        return sums, [logprobs if len(logprobs) else None for logprobs in by_rows]
 
     def _passes(self, batch: Batch, rows: Indices) -> Iterator[tuple[Indices, MicroBatch, bool]]:
         """Yields the micro-batches of some rows that this rank computes, as indices and as tensors,

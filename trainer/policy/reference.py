@@ -48,8 +48,8 @@ class Reference:
         return scorer.to("cpu") if self._config.parallel.offload_reference else scorer
 
     def logprobs(self, batch: Batch) -> list[Float32] | None:
-        """Returns log-probabilities [L] in nats for each row under the reference; None without
-        one.
+        """Returns log-probabilities [L] in nats for each row of this rank under the reference; None
+        without one.
         """
         if self.scorer is None:
             return None

@@ -13,12 +13,12 @@ from trainer.policy.scorer import Scorer, TokenScores
 
 
 def score_batch(scorer: Scorer, batch: Batch, config: Config, ranks: Ranks) -> list[Float32]:
-    """Returns [L] for each row: the log-probabilities of its tokens in nats at the sampling
-    temperature, the same on every rank. A collective.
+    """Returns [L] for each row of this rank: the log-probabilities of its tokens in nats at the
+    sampling temperature; an empty array for the others' rows. A collective.
     """
 
     def score(indices: Indices) -> Tensor:
-        rows = [batch.rows[i] for i in indices.tolist()]
+        rows = [batch.tokens[i] for i in indices.tolist()]
         inputs = moved(ModelInputs.of(rows, scorer.layout, scorer.routers), ranks.device)
         scores: TokenScores = scorer(
             inputs.tokens, inputs.targets, config.sampling.temperature, support=inputs.support

@@ -49,6 +49,9 @@ class UpdateMetrics:
     effective_sample_size: float
     """Share of the tokens, for weights trainer / sampling policy; 1 on policy."""
     trained_tokens: int
+    pass_fill: float
+    """Share of the passes that would do if answers could be cut: half as many when they are half
+    full."""
     updates: int
     """Optimiser updates that were applied."""
     skipped: int = 0
@@ -70,6 +73,7 @@ _NAMES = (
     # Of tokens that were scored before the first update.
     *("first", "delta", "current", "delta_current", "gap_current", "likelier", "likelier_square"),
     *("kl_rollout", "weight", "weight_square"),
+    *("passes", "full_passes"),
 )
 
 
@@ -84,6 +88,11 @@ class Sums:
 
     def __getitem__(self, name: str) -> float:
         return float(self.values[_NAMES.index(name)])
+
+    def add_passes(self, tokens: Sequence[int], room: int) -> None:
+        """Adds passes of so many tokens each, which could have had `room`."""
+        self.values[_NAMES.index("passes")] += len(tokens)
+        self.values[_NAMES.index("full_passes")] += min(len(tokens), -(-sum(tokens) // room))
 
     def _add(self, columns: Mapping[str, Tensor]) -> None:
         for name, column in columns.items():
@@ -185,6 +194,7 @@ class Sums:
             entropy=self.mean("entropy"),
             effective_sample_size=sample_size,
             trained_tokens=tokens,
+            pass_fill=self["full_passes"] / self["passes"] if self["passes"] else 1.0,
             updates=updates - skipped,
             skipped=skipped,
             stopped_early=int(stopped),

@@ -46,9 +46,12 @@ from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from enum import Enum, auto
 
+import numpy as np
+from msgspec.structs import replace
+
 from common.errors import ServiceError
 from common.process import logs
-from common.wire.schemas import Group, TakeRequest
+from common.wire.schemas import Group, TakeRequest, UInt8
 from trainer.rollouts.context import RolloutContext
 from trainer.rollouts.drops import Drops, GroupFailed
 from trainer.rollouts.ground_truths import GroundTruthCheck
@@ -61,6 +64,8 @@ _MAX_DRAW = 256
 """Maximum number of prompts in one call to the data-server."""
 _MAX_STORE = 32
 """Maximum number of groups in one call to the replay-buffer."""
+_STORED_BYTES = 64 << 20
+"""Size of the arrays in such a call, unless one group is larger."""
 _REMEDIES = {
     "generation": "look at the log of rollout-server, or of this process if it generates itself",
     "reward": "correct the reward function; reward.function_timeout_s limits a call of it",
@@ -74,6 +79,24 @@ class CollectFailed(ServiceError):
     """Collecting cannot continue; the message says why."""
 
     code = "collect_failed"
+
+
+def _not_ours(group_id: str, problem: str) -> CollectFailed:
+    """Returns the error for a group that the replay buffer should not have handed out."""
+    return CollectFailed(
+        f"the replay-buffer handed out group {group_id}, {problem}",
+        field="id",
+        value=group_id,
+        remedy="look into the log of replay-buffer for other clients and for a store that was set "
+        "back; run the same version of the program in every task; then start the run again: it "
+        "resumes from its checkpoint and drops what it has not trained on",
+    )
+
+
+def _weight(group: Group) -> int:
+    """Returns for how many groups of a call to the replay-buffer a group counts."""
+    size = sum(each.logprobs.nbytes + each.routed_experts.nbytes for each in group.completions)
+    return max(1, size * _MAX_STORE // _STORED_BYTES)
 
 
 class GroupState(Enum):
@@ -138,7 +161,7 @@ class Collector:
         """Groups that the run still wants; a retry or a replacement adds one."""
         self._maker = GroupMaker(context, self.drops)
         # Groups that are ready at the same time are stored by one call.
-        self._store_batched = RequestBatcher(self._store, _MAX_STORE)
+        self._store_batched = RequestBatcher(self._store, _MAX_STORE, _weight)
 
     async def run(self, groups: int, slots: int) -> None:
         """Collects `groups` groups in total, each in its own task, at most `slots` at once. Never
@@ -227,8 +250,18 @@ class Collector:
 
     async def _store(self, groups: list[Group]) -> list[None]:
         """Stores groups; returns one None for each, as `RequestBatcher` expects."""
-        await self._services.replay.add(groups)
+        await self._services.replay.add([self._stored_form(group) for group in groups])
         return [None] * len(groups)
+
+    def _stored_form(self, group: Group) -> Group:
+        """Returns a group without the experts of its tokens, unless it is to be reused: they are
+        its largest part, and nobody reads what is stored before.
+        """
+        if self._config.replay.reuse_ratio > 0 or not len(group.prompt_routed_experts):
+            return group
+        none: UInt8 = np.zeros(0, np.uint8)
+        completions = [replace(each, routed_experts=none) for each in group.completions]
+        return replace(group, prompt_routed_experts=none, completions=completions)
 
     def _drop(self, error: GroupFailed, group: Group) -> None:
         """Counts and logs a failed group. Raises CollectFailed after too many in a row."""
@@ -314,16 +347,19 @@ class Collector:
             await self._changed.wait()
 
     async def take(self, request: TakeRequest) -> list[Group]:
-        """Takes groups from the replay buffer for the trainer; returns none if there are too few.
+        """Takes groups for the trainer, in the order in which the replay buffer hands them out;
+        returns none if there are too few. The groups themselves are those that were stored.
 
         Groups that the buffer evicted as too old are dropped, and others are collected in their
         slots. Raises CollectFailed when a group comes a second time, was not stored by this run, or
         is too old.
         """
         taken = await self._services.replay.take(request)
+        waiting = {group.id: group for group in self._graded()}
+        groups: list[Group] = []
         # The buffer hands each group out once; these checks notice a store that was set back.
-        for group in taken.groups:
-            if group.id in self._held:
+        for group_id in taken.ids:
+            if group_id in self._held:
                 raise CollectFailed(
                     "a group was delivered twice: its lease ended before it was trained on",
                     field="replay.lease_s",
@@ -331,36 +367,25 @@ class Collector:
                     remedy="raise it above the longest time from the delivery of a batch to the "
                     "end of its update",
                 )
-            self._check_taken(group, request.min_version)
-            self._held.add(group.id)
+            group = waiting.get(group_id)
+            if group is None:
+                raise _not_ours(
+                    group_id,
+                    "which does not wait to be trained on: this run has trained on it already, or "
+                    "another program stored it",
+                )
+            if group.weight_version < request.min_version:
+                raise _not_ours(
+                    group_id,
+                    f"whose weight version {group.weight_version} is older than version "
+                    f"{request.min_version}",
+                )
+            groups.append(group)
+            self._held.add(group_id)
             del self.untaken[group.position]
         if taken.evicted:
             self._drop_stale(request.min_version, taken.evicted)
-        return taken.groups
-
-    def _check_taken(self, group: Group, min_version: int) -> None:
-        """Raises CollectFailed when a group is not one of those that wait to be trained on, or is
-        too old.
-        """
-        waiting = self.untaken.get(group.position)
-        problem = ""
-        if waiting is None or waiting.graded is None or waiting.graded.id != group.id:
-            problem = "which does not wait to be trained on: this run has trained on it already, "
-            problem += "or another program stored it"
-        elif group.weight_version < min_version:
-            problem = (
-                f"whose weight version {group.weight_version} is older than version {min_version}"
-            )
-        if problem:
-            raise CollectFailed(
-                f"the replay-buffer handed out group {group.id} of position {group.position}, "
-                f"{problem}",
-                field="id",
-                value=group.id,
-                remedy="look into the log of replay-buffer for other clients and for a store that "
-                "was set back; run the same version of the program in every task; then start the "
-                "run again: it resumes from its checkpoint and drops what it has not trained on",
-            )
+        return groups
 
     def _drop_stale(self, min_version: int, evicted: int) -> None:
         """Drops the groups that are older than `min_version`, of which the replay buffer evicted
@@ -405,8 +430,10 @@ class Collector:
             return
 
         added = 0
-        for begin in range(0, len(groups), _MAX_STORE):
-            added += await self._services.replay.add(groups[begin : begin + _MAX_STORE])
+        at_once = max(1, _MAX_STORE // max(map(_weight, groups), default=1))
+        for begin in range(0, len(groups), at_once):
+            part = groups[begin : begin + at_once]
+            added += await self._services.replay.add([self._stored_form(each) for each in part])
         if added:
             log.warning(
                 "calls in the replay-buffer's log dropped %d groups: they are stored again",

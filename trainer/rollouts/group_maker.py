@@ -1,5 +1,6 @@
 """Makes a graded group of a prompt: completions or episodes, rewards, the teacher's scores."""
 
+import asyncio
 import math
 import time
 from collections.abc import Iterator
@@ -9,8 +10,10 @@ import numpy as np
 
 from common.errors import ServiceError, ServiceLost
 from common.wire.schemas import Completion, Episode, EpisodeRequest, Group, Prompt
+from trainer.algorithms.spool import EXPERTS, spool
 from trainer.rollouts.context import RolloutContext
 from trainer.rollouts.drops import Drops, GroupFailed
+from trainer.rollouts.engine_room import EngineRoom
 from trainer.rollouts.episodes import answer_of, completions_of, episode_request, play
 from trainer.rollouts.prompt_cursor import DrawnPrompt
 from trainer.rollouts.request_batcher import RequestBatcher
@@ -31,6 +34,7 @@ class GroupMaker:
         self._prompter = context.prompter
         self._clock = context.clock
         self._drops = drops
+        self._engines = EngineRoom(context.services.rollout.engines)
         self._grade_batched = RequestBatcher(context.services.reward.grade_all, _MAX_GRADE, len)
 
     def empty(self, drawn: DrawnPrompt, prompt_ids: list[int], group_id: str) -> Group:
@@ -62,7 +66,7 @@ class GroupMaker:
             prompt_ids = group.prompt_token_ids.tolist()
             group.completions = await self._generate(prompt_ids, group.position)
             if self._config.trainer.routing_replay:
-                split_routing(group)
+                await asyncio.to_thread(self._keep_experts, group)
             start = self._prompter.answer_start(prompt)
             for completion in group.completions:
                 completion.text = start + completion.text
@@ -75,6 +79,7 @@ class GroupMaker:
     async def _generate(self, prompt_ids: list[int], position: int) -> list[Completion]:
         sampling = self._config.sampling
         with self._failing("generation", stage="generation"):
+            await self._engines.enter(sampling.group_size)
             return await self._services.rollout.generate(
                 prompt_ids,
                 n=sampling.group_size,
@@ -84,8 +89,11 @@ class GroupMaker:
                 sampling_seed=sampling_seed(self._config.seed, position),
                 parameters=sampling.training_truncation() | sampling.stop_conditions(),
                 routed_experts=self._config.trainer.routing_replay,
-                deadline_s=sampling.request_timeout_s,
             )
+
+    def _keep_experts(self, group: Group) -> None:
+        split_routing(group)
+        spool(group, self._config.state_dir / EXPERTS)
 
     async def _play(self, prompt: Prompt, group: Group) -> None:
         """Fills a group with the whole episodes of its prompt.
@@ -134,6 +142,7 @@ class GroupMaker:
         Raises GroupFailed or ServiceLost.
         """
         with self._failing("generation", stage="generation"):
+            await self._engines.enter(request.n)
             episodes = await play(self._services, request)
         self._drops.add_episodes(episodes)
         whole: list[Episode] = []

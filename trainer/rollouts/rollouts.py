@@ -2,7 +2,7 @@
 of their slots.
 
 The collector owns the groups, in the event loop of the clients; the classes here are its side in
-the training thread, which waits for batches and shares them with the other ranks.
+the training thread, which waits for batches.
 """
 
 import logging
@@ -14,12 +14,12 @@ from functools import partial
 
 import numpy as np
 
-from common.process import watchdog
+from common.process import progress, watchdog
 from common.process.loop_thread import LoopThread
 from common.process.progress import Progress
 from common.wire.schemas import Group, TakeRequest
-from learning.ranks import Ranks
 from trainer.algorithms.batch import Batch, TrainingGroup
+from trainer.algorithms.spool import EXPERTS, spool
 from trainer.rollouts.collector import CollectFailed, Collector
 from trainer.rollouts.context import RolloutContext
 from trainer.rollouts.ground_truths import GroundTruthCheck
@@ -41,7 +41,6 @@ class Rollouts:
     def __init__(
         self,
         context: RolloutContext,
-        ranks: Ranks,
         loop: LoopThread,
         *,
         progress: PromptProgress,
@@ -49,7 +48,6 @@ class Rollouts:
         vocabulary: int = 2**31,
     ) -> None:
         config = context.config
-        self._ranks = ranks
         self._context = context
         self._config = config
         self._services = context.services
@@ -128,7 +126,7 @@ class Rollouts:
 
     def next(self, step: int) -> list[TrainingGroup]:
         """Returns the groups of the next batch: fresh ones, then reused ones
-        (`replay.reuse_ratio`). A collective.
+        (`replay.reuse_ratio`).
 
         Raises CollectFailed when collecting stopped or no group was graded for
         `limits.stuck_after_s`.
@@ -145,7 +143,7 @@ class Rollouts:
             groups += self._reused(settings.batch_size - len(groups), step)
         for item in groups:
             self._check_tokens(item.group)
-        return self._ranks.broadcast(groups)
+        return groups
 
     def _fresh(self, min_version: int) -> list[Group]:
         """Takes fresh groups; with dynamic sampling only ones of differing rewards (DAPO,
@@ -186,7 +184,8 @@ class Rollouts:
         told = time.monotonic()
         while not waits.is_stuck:
             stored = self._collector.stored_groups - first
-            waits.saw(stored, f"{stored} groups were graded")
+            # Engines and graders that get on with a group count, too: one may take longer.
+            waits.saw(stored + progress.of_others(), f"{stored} groups were graded")
             now = time.monotonic()
             if now - told > _SAY_EVERY_S:
                 log.warning(
@@ -211,6 +210,7 @@ class Rollouts:
                 min_version=min_version,
                 wait_s=pause_s,
                 request_id=f"{self._run_id}-take-{self._requests}",
+                ids_only=True,
                 run_id=self._run_id,
             )
             groups = self._loop.call(self._collector.take(request))
@@ -240,6 +240,9 @@ class Rollouts:
         )
         with self._clock.stage("replay"):
             sampled = self._loop.call(self._services.replay.sample(request))
+        if self._config.trainer.routing_replay:
+            for group in sampled.groups:
+                spool(group, self._config.state_dir / EXPERTS)
         return [
             TrainingGroup(group, weight, reused=True)
             for group, weight in zip(sampled.groups, sampled.weights.tolist(), strict=True)
@@ -308,8 +311,8 @@ class Rollouts:
 class FollowerRollouts(Rollouts):
     """The rollouts of a rank above 0: rank 0 does the work and shares the groups."""
 
-    def __init__(self, ranks: Ranks) -> None:
-        self._ranks = ranks
+    def __init__(self) -> None:
+        pass
 
     @property
     def progress(self) -> PromptProgress:
@@ -321,7 +324,7 @@ class FollowerRollouts(Rollouts):
         yield
 
     def next(self, step: int) -> list[TrainingGroup]:
-        return self._ranks.broadcast([])
+        return []
 
     def start_acknowledging(self, batch: Batch) -> Callable[[], None]:
         return lambda: None

@@ -11,7 +11,7 @@ import httpx
 import numpy as np
 import orjson
 
-from common.clients.base import Client
+from common.clients.engines import GeneratingClient
 from common.errors import ConfigError, ServiceError, Unauthorized, shorten
 from common.settings.sections import TeacherSection
 from common.wire.schemas import Float32, Int32
@@ -27,7 +27,7 @@ class TeacherFailed(ServiceError):
     code = "teacher_failed"
 
 
-class Teacher(Client):
+class Teacher(GeneratingClient):
     """A teacher behind SGLang's `/generate` or, if the URL ends with /v1, OpenAI's `/completions`.
 
     Both receive the engines' token ids and return log-probabilities at temperature 1.

@@ -110,12 +110,12 @@ class Learner:
                 lambda indices: self._score(rows, indices)[0].logprobs,
             )
         policy.model.train()
-        logprob_sum = 0.0
-        learned_tokens = 0.0
+        logprob_sum = torch.zeros(1, dtype=torch.float64)
         for logprobs, row in zip(scored, rows, strict=True):
-            logprob_sum += (logprobs.astype(np.float64) * row.learned).sum()
-            learned_tokens += row.learned.sum()
-        return -float(logprob_sum / learned_tokens)
+            if len(logprobs):  # else a row of another rank
+                logprob_sum += (logprobs.astype(np.float64) * row.learned).sum()
+        learned_tokens = sum(float(row.learned.sum()) for row in rows)
+        return -float(self._ranks.sum_shares(logprob_sum)) / learned_tokens
 
     def _score(
         self, rows: Sequence[TrainingSequence], indices: Indices

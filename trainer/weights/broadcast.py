@@ -9,7 +9,7 @@ from collections.abc import Callable
 from concurrent.futures import wait
 from pathlib import Path
 
-from common.errors import Conflict
+from common.errors import ConfigError, Conflict
 from common.process.progress import Progress
 from common.wire.schemas import WeightChecksums, WeightManifest, WeightVerdict, WorkerReport
 from trainer.weights.board import WeightBoard
@@ -51,8 +51,9 @@ class Broadcaster:
 
     def publish(self, weights: Weights, version: int) -> tuple[WeightManifest, int]:
         """Announces and sends a version; returns its newest manifest and its bytes. Does not wait
-        for confirmation.
+        for confirmation. Raises ConfigError as `refuse_other_nccl`.
         """
+        self.refuse_other_nccl()
         copy = self._copy
         # A node that requests the files right after the announcement waits for the copy.
         with copy.lock:
@@ -86,6 +87,26 @@ class Broadcaster:
                 group.close(stuck=not transfer.done.done())
                 manifest = self._board.withdraw()
         return manifest, copy.size
+
+    def refuse_other_nccl(self) -> None:
+        """Raises ConfigError for an engine whose NCCL is of another version: no group could be
+        formed, and every version would go over HTTP.
+        """
+        own = self._rendezvous.nccl
+        others = [
+            f"{worker.name} has {worker.libraries.nccl} (torch {worker.libraries.torch})"
+            for worker in self._board.workers()
+            if own and worker.libraries and worker.libraries.nccl != own
+        ]
+        if others:
+            raise ConfigError(
+                f"the trainer has NCCL {own}, but {', '.join(others)}; NCCL refuses a group of "
+                "several versions",
+                field="trainer.weight_sync",
+                value="distributed",
+                remedy="start both tasks in one image (image_id, docs/how-to/clusters.md#images), "
+                "or set it to http or shared",
+            )
 
     def close_if_broken(self) -> None:
         """Closes the group if an engine has fallen out of it, so that the next version forms a new

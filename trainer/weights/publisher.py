@@ -57,8 +57,10 @@ class Publisher:
         self._wait_confirmed(manifest)
 
     def publish(self, weights: Weights, version: int) -> None:
-        """Returns when the rollout nodes generate with exactly these weights. Raises PublishFailed
-        when none does.
+        """Returns when the rollout nodes generate with exactly these weights.
+
+        Raises PublishFailed when none does, and ConfigError for an engine that no broadcast can
+        reach.
         """
         begin = time.monotonic()
         if self.broadcaster is None:
@@ -68,6 +70,7 @@ class Publisher:
             manifest, size = self.broadcaster.publish(weights, version)
         self._wait_confirmed(manifest)
         if self.broadcaster is not None:
+            self.broadcaster.refuse_other_nccl()  # of engines that have reported only now
             self.broadcaster.close_if_broken()
 
         seconds = time.monotonic() - begin

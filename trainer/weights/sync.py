@@ -32,7 +32,8 @@ class WeightPublisher(EngineMemory, Protocol):
 
 
 class WeightSync:
-    """Publishes the weights of a run. Rank 0 has it; the other ranks have `FollowerWeightSync`.
+    """Publishes the weights of a run. Ranks above 0 have no publisher, and take part in gathering
+    what rank 0 publishes.
 
     With `in_background` a thread publishes while the run goes on. At most one version is in flight:
     the next one waits for it, so versions arrive in order and only one copy is held. The thread
@@ -45,7 +46,7 @@ class WeightSync:
 
     def __init__(
         self,
-        publisher: WeightPublisher,
+        publisher: WeightPublisher | None,
         clock: StageClock,
         in_background: bool,
         *,
@@ -68,6 +69,9 @@ class WeightSync:
 
         Raises the error of the version in flight, for which a copy waits.
         """
+        if self._publisher is None:
+            deque(policy.weights(), maxlen=0)  # gathers every tensor and keeps none
+            return []
         if not self._copies:
             return self._weights(policy)
         with self._clock.stage("publish"):
@@ -86,8 +90,10 @@ class WeightSync:
         A collective call. Raises PublishFailed, directly or through the future, when no engine
         serves them.
         """
+        if self._publisher is None:
+            return self._served
         if self._in_background:
-            publish = partial(self._publish, weights, version)
+            publish = partial(self._publish, self._publisher, weights, version)
             self._served = in_daemon_thread(publish, "publisher")
         else:
             with self._clock.stage("publish"):
@@ -103,10 +109,10 @@ class WeightSync:
         yield from checksum.over(policy.weights())
         self.checksum = checksum.hexdigest()
 
-    def _publish(self, weights: Weights, version: int) -> None:
+    def _publish(self, publisher: WeightPublisher, weights: Weights, version: int) -> None:
         self._may_load()
         with self._clock.stage(PUBLISHING):
-            self._publisher.publish(weights, version)
+            publisher.publish(weights, version)
 
     def wait(self) -> None:
         """Waits until the engines serve the newest version. Raises the error of the publishing."""
@@ -116,25 +122,6 @@ class WeightSync:
     def close(self) -> None:
         """Waits a few seconds at most for a version in flight; raises nothing."""
         wait([self._served], _LAST_PUBLISHING_S)
-
-
-class FollowerWeightSync(WeightSync):
-    """The weight sync of a rank above 0: it takes part in gathering the weights that rank 0
-    publishes.
-    """
-
-    def __init__(self) -> None:
-        self._served = _done()
-
-    def gather(self, policy: Policy) -> Weights:
-        deque(policy.weights(), maxlen=0)  # gathers every tensor and keeps none
-        return []
-
-    def publish(self, weights: Weights, version: int) -> "Future[None]":
-        return self._served
-
-    def wait(self) -> None:
-        pass
 
 
 def _done() -> "Future[None]":

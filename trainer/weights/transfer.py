@@ -31,13 +31,14 @@ class Rendezvous:
     """The address at which engines find the trainer, and the backend that carries the tensors.
 
     `gpu_checksums`: SGLang runs on GPUs, where it computes its checksums with another function than
-    on CPUs. `sharding` is that of the engines.
+    on CPUs. `sharding` is that of the engines. `nccl` is the version here, empty with gloo.
     """
 
     address: str
     backend: BackendName = "gloo"
     gpu_checksums: bool = False
     sharding: Sharding = TENSOR_PARALLEL
+    nccl: str = ""
 
 
 class EngineGroup:

@@ -129,6 +129,7 @@ class WeightFollower:
         self._receiver.reset()
         self._partial = False
         self._api.asleep = []
+        self._api.is_paused = False
         if self._loading is not None:
             self._loading.cancel()
 

@@ -169,7 +169,6 @@ async def test_a_request_is_repeated_while_its_node_is_healthy_and_then_deleted(
         return health.pop(0)
 
     monkeypatch.setattr(environment, "_SLACK_S", 0.05 - 3 * numbered(0).limits.deadline_s)
-    monkeypatch.setattr(base, "_GRACE_S", 0.0)
     monkeypatch.setattr(Client, "unhealthy_reason", reason)
     async with serving(1) as nodes:
         with pytest.raises(base.Unreachable):

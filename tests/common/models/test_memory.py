@@ -180,7 +180,7 @@ def test_ranks_that_share_out_experts_gather_fewer_and_hold_as_much() -> None:
     ("room", "checkpointing", "reshard"),
     [
         (150e9, False, False),
-        (140e9, False, True),
+        (140e9, "selective", False),
         (100e9, "selective", False),
         (90e9, "selective", True),
         (72e9, True, False),
@@ -191,7 +191,8 @@ def test_ranks_that_share_out_experts_gather_fewer_and_hold_as_much() -> None:
 def test_auto_is_the_fastest_that_fits(
     room: float, checkpointing: bool | str, reshard: bool
 ) -> None:
-    settings = fastest_fit(QWEN_7B, load([], {}), 8, room)
+    config = load(["--trainer.micro_batch_tokens", "16384"], {})
+    settings = fastest_fit(QWEN_7B, config, 8, room)
     decided = (
         settings.trainer.activation_checkpointing,
         settings.parallel.reshard_after_forward,
@@ -212,6 +213,39 @@ def test_auto_leaves_alone_what_is_set() -> None:
         True,
         False,
     )
+
+
+@pytest.mark.parametrize(
+    ("longest", "room", "tokens", "checkpointing"),
+    [
+        # One answer and its prompt, or two and theirs: what lies between would be half empty.
+        (8192, 72e9, 8192 + 512, "selective"),
+        (8192, 127e9, 3 * 8192 + 512, "selective"),
+        (8192, 40e9, 3 * 8192 + 512, True),
+        (32_768, 72e9, 32_768 + 512, True),
+        # Short answers fill any pass: a shorter one that recomputes less is faster.
+        (512, 72e9, 8192, "selective"),
+        (512, 127e9, 16_384, "selective"),
+        (512, 1e9, 2048, True),
+    ],
+)
+def test_auto_passes_are_full_of_the_longest_answers_and_the_fastest_that_fit(
+    longest: int, room: float, tokens: int, checkpointing: bool | str
+) -> None:
+    config = load(["--sampling.max_new_tokens", str(longest)], {})
+    decided = fastest_fit(QWEN_7B, config, 8, room)
+    assert decided.trainer.micro_batch_tokens == tokens
+    assert decided.trainer.activation_checkpointing == checkpointing
+    fits = trainer_memory(QWEN_7B, decided, 8).total <= room
+    assert fits == (room > 1e9)
+
+
+def test_ranks_that_compute_a_row_together_share_its_pass() -> None:
+    words = ["--sampling.max_new_tokens", "8192", "--parallel.context_size", "4"]
+    decided = fastest_fit(QWEN_7B, load(words, {}), 8, 72e9)
+    full = {(answers * 8192 + 512) // 4 for answers in range(1, 16)}
+    assert decided.trainer.pass_tokens in full
+    assert decided.trainer.pass_tokens > (8192 + 512) // 4
 
 
 def test_weights_of_policy_and_critic_are_not_gathered_together() -> None:

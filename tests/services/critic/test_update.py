@@ -1,7 +1,6 @@
 """The critic's computations, which do not depend on how the batch is split or on a save in
 between."""
 
-from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -18,7 +17,7 @@ from common.wire.schemas import TokenSequence, ValueTargets
 from learning.batching import Indices, Sizes
 from learning.optimizer import NonFiniteGradients
 from learning.ranks import Ranks
-from services.critic.critic import Critic
+from services.critic.critic import Critic, Rows
 from tests.support.batches.critic import VOCABULARY, make_rows, make_sequences
 from tests.support.models.tiny_models import write
 from tests.support.processes.ranks import run_ranks
@@ -117,9 +116,7 @@ def test_metrics_hand_computed(config: Config) -> None:
 class Recorded(Critic):
     """A critic that keeps the rows of each of its mini-batches."""
 
-    def _accumulate(
-        self, rows: Sequence[ValueTargets], sizes: Sizes, indices: Indices
-    ) -> torch.Tensor:
+    def _accumulate(self, rows: Rows[ValueTargets], sizes: Sizes, indices: Indices) -> torch.Tensor:
         self.parts = [*getattr(self, "parts", []), indices.tolist()]
         return super()._accumulate(rows, sizes, indices)
 
@@ -160,8 +157,12 @@ def test_two_processes_give_the_update_of_one(
     run_ranks(2, "critic_ranks", str(tmp_path), *settings, *cut)
     assert_same(load_file(tmp_path / "new.safetensors"), parameters(one), 2e-5)
     shared = [np.load(tmp_path / f"values{rank}.npy") for rank in (0, 1)]
-    assert np.array_equal(*shared), "every rank has the same values"
-    np.testing.assert_allclose(shared[0], np.concatenate(one.values(make_sequences(7))), atol=2e-5)
+    together = "--parallel.context_size" in cut
+    alone = [not np.isnan(values).any() for values in shared]
+    assert alone == [together, together], "a rank has the values of its own rows"
+    np.testing.assert_allclose(
+        np.nanmean(shared, axis=0), np.concatenate(one.values(make_sequences(7))), atol=2e-5
+    )
 
 
 @pytest.mark.slow

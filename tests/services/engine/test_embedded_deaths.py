@@ -115,7 +115,7 @@ def test_a_model_without_a_kv_cache_is_refused(model_dir: Path, tmp_path: Path) 
     module = RwkvForCausalLM(
         RwkvConfig(hidden_size=32, attention_hidden_size=32, num_hidden_layers=2, vocab_size=300)
     )
-    with pytest.raises(UnfitModel, match="it does not keep what it has read in a KV cache"):
+    with pytest.raises(UnfitModel, match="it does not keep all that it has read"):
         Engine(Model(written(module, model_dir, tmp_path), 256))
 
 

@@ -213,7 +213,7 @@ def test_embedded_a_step_stays_on_its_device_and_waits_for_nothing(
         assert {(layer.keys.dtype, layer.keys.shape) for layer in decoder.cache.layers} == {
             (dtype, (8, 2, 256, 8))
         }
-        assert decoder.cache.bytes_per_token() == 2 * 2 * 2 * 8 * dtype.itemsize
+        assert decoder.cache.bytes_per_row(256) == 256 * 2 * 2 * 2 * 8 * dtype.itemsize
         state = torch.zeros(len(FIELDS) + barred, 3, dtype=torch.float64, device="meta")
         found = decoder._step(state, 64, plain, kept)
         assert (found.shape, found.device.type) == ((2 + (2 + kept if kept else 0), 3), "meta")

@@ -5,6 +5,7 @@ import asyncio
 import functools
 import json
 import math
+import time
 from typing import Any
 
 import pytest
@@ -186,6 +187,13 @@ async def test_a_tool_that_hangs_is_a_timeout_without_a_reward() -> None:
             "deadline",
             None,
         )
+
+
+async def test_the_time_of_busy_engines_is_not_that_of_an_episode() -> None:
+    async with served(Calculator, calculates) as server:
+        server.engine.waits = lambda: time.sleep(0.5)
+        (episode,) = await server.client.episodes(request_for(NAMES[Calculator], deadline_s=0.4))
+        assert (episode.status, episode.reward) == ("ok", 1.0)
 
 
 @pytest.mark.parametrize(

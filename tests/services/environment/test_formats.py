@@ -6,6 +6,7 @@ line is not what happens.
 """
 
 import importlib.util
+import os
 import string
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from services.environment.environments import Environment
 from services.environment.messages import parse_messages
 from services.environment.service import EpisodeService
 from services.environment.template import Template
+from tests.support.models.families import FAMILIES
 from tests.support.models.trap_models import CHATML, trap_session
 from tests.support.paths import ROOT
 
@@ -42,6 +44,16 @@ STOPS = (
     "<｜end▁of▁sentence｜>",
     "<end_of_utterance>",
     "<|end|>",
+    "[e~[",
+    "<|end_of_text|>",
+    "<|role_end|>",
+    "<SPECIAL_12>",
+    "<seed:eos>",
+    "<|assistant_end|>",
+    "<|message_sep|>",
+    "<end_of_sentence>",
+    "</assistant>",
+    "<sep>",
 )
 """The tokens with which the families' models end an answer."""
 
@@ -77,8 +89,8 @@ CALLS = {
     " + f.arguments | tojson + '<|call|>' }}",
     "DeepSeek": "{{ '<｜tool▁call▁begin｜>' + f.name + '<｜tool▁sep｜>' + f.arguments | tojson"
     " + '<｜tool▁call▁end｜>' }}",
-    "Kimi": "{{ '<|tool_call_begin|>functions.' + f.name + ':' + loop.index0 | string"
-    " + '<|tool_call_argument_begin|>' + f.arguments | tojson + '<|tool_call_end|>' }}",
+    "Kimi": "{{ '<|tool_call_begin|>' + call.id + '<|tool_call_argument_begin|>'"
+    " + f.arguments | tojson + '<|tool_call_end|>' }}",
     "invoke": "{{ '<m:tool_call>\n<invoke name=\"' + f.name + '\">\n' }}"
     + _xml('<parameter name="', '">', "</parameter>\n")
     + "{{ '</invoke>\n</m:tool_call>' }}",
@@ -138,6 +150,133 @@ def test_calls_are_read_as_the_template_writes_them(name: str) -> None:
     template = Template(*_tokenizer(_template(CALLS[name], name)))
     assert not template.no_tools
     assert template.call_format.name == name
+
+
+_ASKS = "{% if add_generation_prompt %}"
+_ROLES = (
+    "{% for m in messages %}{% if m.role == 'user' %}{{ '[INST]' + m.content + '[/INST]' }}"
+    "{% elif m.role == 'tool' %}{{ check(m.tool_call_id) }}"
+    "{{ '[TOOL_RESULTS]' + m.tool_call_id + m.content + '[/TOOL_RESULTS]' }}"
+    "{% else %}{{ m.content }}{% for c in m.tool_calls or [] %}{{ check(c.id) }}{{ CALL }}"
+    "{% endfor %}{{ eos_token }}{% endif %}{% endfor %}"
+)
+MISTRAL = (
+    "{% macro check(id) %}{% if id | length != 9 or not id.isalnum() %}"
+    "{{ raise_exception('ids have nine letters and digits') }}{% endif %}{% endmacro %}"
+    "{% if tools %}{{ '[AVAILABLE_TOOLS]' + tools | tojson }}{% endif %}"
+) + _ROLES
+"""Writes nothing that starts an answer: it begins right after the question."""
+QUIRKS = {
+    "nothing that starts an answer": (
+        "Mistral",
+        MISTRAL.replace(
+            "CALL", "'[TOOL_CALLS]' + c.function.name + '[ARGS]' + c.function.arguments | tojson"
+        ),
+    ),
+    "a list, and nothing that starts an answer": (
+        "Mistral lists",
+        MISTRAL.replace(
+            "{{ CALL }}",
+            "{{ '[TOOL_CALLS][' + (c.function | tojson)[:-1] + ', \"id\": \"' + c.id + '\"}]' }}",
+        ),
+    ),
+    "arguments as text": (
+        "DeepSeek",
+        _template(CALLS["DeepSeek"].replace("f.arguments | tojson", "f.arguments")),
+    ),
+    "an answer that is asked for with a thought": (
+        "Hermes",
+        _template(CALLS["Hermes"]).replace(
+            "assistant\\n' }}{% endif %}", "assistant\\n<think>\\n' }}{% endif %}"
+        ),
+    ),
+    "a mark in capitals": (
+        "lists after a mark",
+        _template("{{ '<TOOLCALL>[" + _JSON_CALL + "]</TOOLCALL>' }}", "Llama 3"),
+    ),
+    "an empty program before a call": (
+        "Llama 3",
+        _template("{{ '<|python_start|><|python_end|>' }}" + CALLS["Llama 3"], "Llama 3"),
+    ),
+    "lists as Python prints them": (
+        "Qwen3-Coder",
+        _template(
+            CALLS["Qwen3-Coder"].replace("tool_call>", "seed:tool_call>").replace("v | tojson", "v")
+        ),
+    ),
+    "another end when nothing is asked": (
+        "Hermes",
+        _template(CALLS["Hermes"]).replace(
+            _ASKS, "{% if not add_generation_prompt %}<eos>{% endif %}" + _ASKS
+        ),
+    ),
+}
+"""What templates of real models do besides, by the format in which they are read."""
+
+
+@pytest.mark.parametrize("quirk", QUIRKS)
+def test_what_real_templates_do_is_understood(quirk: str) -> None:
+    name, text = QUIRKS[quirk]
+    template = Template(*_tokenizer(text))
+    assert not template.no_tools
+    assert template.call_format.name == name
+
+
+KIMI = (
+    "{% if tools %}{{ tools | tojson }}{% endif %}"
+    "{% for m in messages %}{{ '<|im_' + m.role + '|>' }}"
+    "{% if m.role == 'tool' %}{{ '## Return of ' + m.tool_call_id + '\n' }}{% endif %}"
+    "{{ m.content }}{% for c in m.tool_calls or [] %}"
+    "{{ '<|tool_call_begin|>' + c.id + '<|tool_call_argument_begin|>'"
+    " + c.function.arguments | tojson + '<|tool_call_end|>' }}{% endfor %}<|im_end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|im_assistant|>{% endif %}"
+)
+
+
+async def test_ids_that_carry_the_name_are_those_that_the_model_wrote() -> None:
+    """Kimi K2's template repeats the id before the result."""
+    written = (
+        '<|tool_call_begin|>functions.add:3<|tool_call_argument_begin|>{"a": 1}<|tool_call_end|>'
+    )
+    session, engine, _ = trap_session([written, "2"], KIMI)
+    chat: list[dict[str, Any]] = [{"role": "user", "content": "x"}]
+    first = await session.call(parse_messages(chat), [ADD], "first")
+    (call,) = first.message.tool_calls
+    assert call["id"] == "functions.add:3"
+    assert call["function"] == {"name": "add", "arguments": {"a": 1}}
+
+    result = {"role": "tool", "tool_call_id": call["id"], "content": "2"}
+    chat += [dict(first.message.fields), result]
+    await session.call(parse_messages(chat), [ADD], "second")
+    (sequence,) = session.sequences()
+    added = "<|im_tool|>## Return of functions.add:3\n2<|im_end|>"
+    assert added in sequence.text
+    sampled = [len(written) + 1, len("2") + 1]
+    assert int(sequence.mask.sum()) == sum(sampled)
+    assert engine.asked[1][: len(engine.asked[0])] == engine.asked[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "identifier"),
+    [
+        ("Mistral", '[TOOL_CALLS]add[CALL_ID]aB3dE6gH9[ARGS]{"a": 1}', "aB3dE6gH9"),
+        ("Mistral", '[TOOL_CALLS]add[CALL_ID]short[ARGS]{"a": 1}', "call00700"),
+        ("Mistral", '[TOOL_CALLS]add[ARGS]{"a": 1}', "call00700"),
+        (
+            "Mistral lists",
+            '[TOOL_CALLS][{"name": "add", "arguments": {"a": 1}, "id": "aB3dE6gH9"}]',
+            "aB3dE6gH9",
+        ),
+        ("Hermes", '<tool_call>{"name": "add", "arguments": {}, "id": 5}</tool_call>', "call00700"),
+    ],
+)
+def test_ids_are_the_models_where_it_writes_usable_ones(
+    name: str, text: str, identifier: str
+) -> None:
+    call_format = next(each for each in FORMATS if each.name == name)
+    message, problem = parse_answer(text, [ADD], call_format, answer=7)
+    assert not problem
+    assert [call["id"] for call in message.tool_calls] == [identifier]
 
 
 def test_every_format_has_a_template_here() -> None:
@@ -360,12 +499,15 @@ def _line(path: Path) -> str:
 
 
 def test_the_page_says_which_templates_work_with_tools() -> None:
-    """The templates that TRL changes for its own training (`*_training`) are left out."""
-    templates = [path for path in _trl_templates() if not path.stem.endswith("_training")]
-    if not templates:
-        pytest.skip("TRL is not installed")
-    lines = [_line(path) for path in templates]
+    """The templates that TRL changes for its own training (`*_training`) are left out; of those in
+    the directory `CHAT_TEMPLATES`, the ones that the page does not list."""
     page = PAGE.read_text()
+    more = sorted(Path(os.environ.get("CHAT_TEMPLATES", "/nowhere")).glob("*.jinja"))
+    listed = [path for path in more if f"| `{path.stem}` |" in page]
+    templates = [path for path in _trl_templates() if not path.stem.endswith("_training")] + listed
+    if not templates:
+        pytest.skip("TRL is not installed, and CHAT_TEMPLATES names no directory of templates")
+    lines = [_line(path) for path in templates]
     missing = [line for line in lines if line not in page]
     assert not missing, "\n".join(lines)
 
@@ -380,3 +522,27 @@ def test_variables_of_the_settings_reach_the_template() -> None:
     quick = Template(tokenizer, stops, {"mode": "quick"})
     assert plain.text(plain.prompt(messages, [])).startswith("think")
     assert quick.text(quick.prompt(messages, [])).startswith("quick")
+
+
+def test_tokens_are_those_of_transformers_whatever_others_set() -> None:
+    """The template uses its own copy of the tokenizer inside transformers'."""
+    texts = ["<s> don't\n\n  é ▁ 好 😀 1 , 2 .", "<|im_start|>user\nx<|im_end|>\n", " ", ""]
+    for name, family in FAMILIES.items():
+        tokenizer = family.tokenizer()
+        expected = [tokenizer(text, add_special_tokens=False).input_ids for text in texts]
+        written = [tokenizer.decode(ids, skip_special_tokens=False) for ids in expected]
+        template = Template(tokenizer, [tokenizer.eos_token_id])
+        assert template._backend is not None, name
+        tokenizer("a longer text", truncation=True, max_length=2)
+        assert [template._encode(text) for text in texts] == expected, name
+        assert [template.text(ids) for ids in expected] == written, name
+
+
+def test_the_tokens_of_a_prompt_are_kept_and_not_shared() -> None:
+    template = Template(*_tokenizer(_template(CALLS["Hermes"], "Hermes")))
+    messages = parse_messages([{"role": "user", "content": "hi"}], "messages")
+    first = template.prompt(messages, [])
+    kept = list(first)
+    first.clear()
+    assert template.prompt(messages, []) == kept
+    assert template.prompt(messages, [ADD]) != kept

@@ -13,6 +13,7 @@ import pytest
 from common.process.loop_thread import LoopThread
 from common.wire.schemas import Episode
 from services.environment import threads as threads_module
+from services.environment.clock import EpisodeClock
 from services.environment.outcome import EnvironmentLost
 from services.environment.threads import Threads
 from tests.support.environments.environments import request_for, served
@@ -220,7 +221,7 @@ async def test_the_model_is_told_of_a_tool_that_takes_too_long(
             await asyncio.sleep(0.01)
 
 
-async def test_waiting_for_a_place_is_no_time_of_the_tool() -> None:
+async def test_waiting_for_a_place_is_no_time_of_the_tool_or_the_episode() -> None:
     threads = Threads(1)
     began = threading.Event()
     release = threading.Event()
@@ -232,7 +233,14 @@ async def test_waiting_for_a_place_is_no_time_of_the_tool() -> None:
     first = asyncio.create_task(threads.run(long, "long"))
     while not began.is_set():  # noqa: ASYNC110
         await asyncio.sleep(0.01)
-    second = asyncio.create_task(threads.run(lambda: "short", "short", timeout_s=0.05))
+    clock = EpisodeClock()
+
+    async def play() -> str:
+        async with clock.limit(0.1):
+            answer: str = await threads.run(lambda: "short", "short", timeout_s=0.05, clock=clock)
+            return answer
+
+    second = asyncio.create_task(play())
     await asyncio.sleep(0.2)
     release.set()
     await first

@@ -254,7 +254,7 @@ def test_router_command_line() -> None:
     options = pairs(command)
     assert (options["--host"], options["--port"]) == ("127.0.3.1", "30000")
     assert (options["--prometheus-host"], options["--prometheus-port"]) == ("127.0.3.1", "29000")
-    assert options["--request-timeout-secs"] == "600"
+    assert int(options["--request-timeout-secs"]) > 30 * 86_400, "no clock for a healthy request"
     assert "--disable-circuit-breaker" in command
     assert "--worker-urls" not in command
 

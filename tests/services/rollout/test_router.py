@@ -152,7 +152,6 @@ async def test_every_field_that_is_sent_arrives(router: str, tmp_path: Path) -> 
                         "sampling.system_prompt": "Think.",
                         "sampling.max_new_tokens": 8,
                         "sampling.temperature": 0.7,
-                        "sampling.request_timeout_s": 60,
                     }
                 ),
                 nullcontext(),

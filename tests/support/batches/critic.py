@@ -6,7 +6,7 @@ import numpy as np
 
 from common.wire.schemas import TokenSequence, ValueTargets
 from tests.support.processes.forks import Forked
-from trainer.algorithms.batch import Batch, Row
+from trainer.algorithms.batch import Batch, Row, RowTokens
 
 VOCABULARY = 300
 Start = Callable[[], Forked]
@@ -45,12 +45,12 @@ def make_batch(count: int, seed: int = 0) -> Batch:
     targets = make_rows(count, seed)
     rows = [
         Row(
-            each.prompt_ids,
-            each.completion_ids,
-            mask=None,
-            targets=each.completion_ids,
+            group=f"group-{i}",
+            prompt=i,
+            prompt_tokens=len(each.prompt_ids),
+            completion_tokens=len(each.completion_ids),
+            trained_tokens=len(each.completion_ids),
             episode=i,
-            rollout_logprobs=np.zeros_like(each.returns),
             reward=0.0,
             weight=each.weight,
             current=True,
@@ -58,5 +58,24 @@ def make_batch(count: int, seed: int = 0) -> Batch:
         )
         for i, each in enumerate(targets)
     ]
+    tokens = {
+        i: RowTokens(
+            each.prompt_ids,
+            each.completion_ids,
+            mask=None,
+            targets=each.completion_ids,
+            rollout_logprobs=np.zeros_like(each.returns),
+        )
+        for i, each in enumerate(targets)
+    }
     values, returns = [each.old_values for each in targets], [each.returns for each in targets]
-    return Batch([], rows, group_sizes=[1] * len(rows), values=values, returns=returns)
+    return Batch(
+        [],
+        rows,
+        tokens,
+        group_sizes=[1] * len(rows),
+        pass_rates=[0.0] * len(rows),
+        own=list(range(len(rows))),
+        values=values,
+        returns=returns,
+    )

@@ -142,13 +142,16 @@ def learner_logprobs(model: Path, groups: Sequence[Group], temperature: float) -
 
 
 def fill(batch: Batch, policy: Policy, reference: Reference) -> None:
-    """Computes a batch's columns."""
+    """Computes a batch's columns for the rows that this rank computes."""
+    policy.assign(batch)
     batch.old_logprobs = policy.logprobs(batch)
     batch.ref_logprobs = reference.logprobs(batch)
     if policy.config.algorithm.needs_critic:
         rng = np.random.default_rng(5)
         batch.values = [rng.normal(0, 0.3, length).astype(np.float32) for length in batch.lengths]
-    batch.advantages, batch.returns = compute_advantages(batch, policy.config, policy.kl_coef)
+    batch.advantages, batch.returns = compute_advantages(
+        batch, policy.config, policy.kl_coef, policy.ranks.sum_shares
+    )
 
 
 def whole(groups: list[Group], config: Config) -> Batch:

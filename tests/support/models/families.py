@@ -67,7 +67,7 @@ class Family:
 
     def write(self, directory: Path, seed: int = 0) -> Path:
         """Writes model and tokenizer."""
-        tokenizer = self._tokenizer()
+        tokenizer = self.tokenizer()
         ids = {
             "vocab_size": len(tokenizer) + 5,
             "eos_token_id": tokenizer.eos_token_id,
@@ -85,7 +85,8 @@ class Family:
         tokenizer.save_pretrained(directory)
         return directory
 
-    def _tokenizer(self) -> PreTrainedTokenizerFast:
+    def tokenizer(self) -> PreTrainedTokenizerFast:
+        """Returns the tokenizer, trained on a few words."""
         special = [*([self.bos] if self.bos else []), *self.special]
         if self.pieces:
             made = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>"))  # a token of text  # noqa: S106

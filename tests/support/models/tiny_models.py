@@ -27,6 +27,90 @@ SIZES: dict[str, Any] = {
     "eos_token_id": 2,
 }
 _MOE = {"num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+MLA: dict[str, Any] = {
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+    "num_key_value_heads": 4,
+    "n_routed_experts": 4,
+    "n_group": 1,
+    "topk_group": 1,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "first_k_dense_replace": 1,
+}
+"""DeepSeek-V3's compressed keys and values, whose heads differ in size."""
+_STATE_AND_ATTENTION = {"layer_types": ["linear_attention", "full_attention"]}
+_DELTA = {
+    **_STATE_AND_ATTENTION,
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+}
+_SPARSE = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 16,
+}
+_MAMBA = {
+    "mamba_n_heads": 8,
+    "mamba_d_head": 8,
+    "mamba_d_state": 8,
+    "mamba_n_groups": 1,
+    "mamba_chunk_size": 8,
+}
+HYBRIDS: dict[str, dict[str, Any]] = {
+    "qwen3_next": {**_DELTA, **_SPARSE},
+    "qwen3_5_text": _DELTA,
+    "qwen3_5_moe_text": {**_DELTA, **_SPARSE},
+    "olmo_hybrid": {**_DELTA, "linear_num_key_heads": 4, "linear_value_head_dim": 16},
+    "kimi_linear": {
+        **MLA,
+        **_STATE_AND_ATTENTION,
+        "num_local_experts": 4,
+        "linear_num_heads": 4,
+        "linear_head_dim": 8,
+        "mlp_layer_types": ["dense", "sparse"],
+    },
+    "nemotron_h": {
+        "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"],
+        "num_hidden_layers": 4,
+        "mamba_num_heads": 8,
+        "mamba_head_dim": 8,
+        "ssm_state_size": 8,
+        "n_groups": 1,
+        "chunk_size": 8,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+        "moe_shared_expert_intermediate_size": 16,
+    },
+    "granitemoehybrid": {
+        **_STATE_AND_ATTENTION,
+        **_MAMBA,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "shared_intermediate_size": 16,
+    },
+    "lfm2": {"layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"], **_SPARSE, "num_dense_layers": 1},
+    "falcon_h1": {**_MAMBA, "mamba_d_ssm": 64},
+    "bamba": {**_MAMBA, "attn_layer_indices": [1]},
+    "jamba": {
+        "attn_layer_period": 2,
+        "attn_layer_offset": 1,
+        "num_experts": 2,
+        "mamba_d_state": 4,
+        "mamba_dt_rank": 4,
+    },
+    "mamba2": {"num_heads": 8, "head_dim": 8, "state_size": 8, "n_groups": 1, "chunk_size": 8},
+}
+"""Model types with a linear layer (Mamba, gated delta rule, short convolution), most with attention
+too."""
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "Qwen2": ("qwen2", {"tie_word_embeddings": True}),
     "Qwen3": ("qwen3", {"tie_word_embeddings": True}),

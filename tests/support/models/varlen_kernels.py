@@ -41,7 +41,7 @@ def _heads(states: Tensor, heads: int) -> Tensor:
     return states.repeat_interleave(heads // states.shape[1], 1).transpose(0, 1)
 
 
-def _probabilities(
+def _scores(
     query: Tensor, key: Tensor, scale: float | None, window: Sequence[int], is_causal: bool
 ) -> Tensor:
     """Returns [heads, queries, keys]; the last query and the last key belong to the same token."""
@@ -54,7 +54,7 @@ def _probabilities(
     if ahead >= 0:
         allowed &= distance <= ahead
     scores = query @ key.transpose(1, 2) * (query.shape[-1] ** -0.5 if scale is None else scale)
-    return scores.masked_fill(~allowed, float("-inf")).softmax(-1)
+    return scores.masked_fill(~allowed, float("-inf"))
 
 
 def _forward(
@@ -74,22 +74,21 @@ def _forward(
     num_splits: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     assert enable_gqa or key.shape[1] == query.shape[1]
+    assert query.shape[-1] == key.shape[-1] == value.shape[-1]
     assert seqused_k is block_table is None
     result, heads = torch.empty_like(query), query.shape[1]
+    lse = query.new_zeros(heads, len(query), dtype=torch.float32)
     for q, k in _segments(query, key, cu_seq_q, cu_seq_k, max_q, max_k):
-        weights = _probabilities(
+        scores = _scores(
             query[q].transpose(0, 1),
             _heads(key[k], heads),
             scale,
             window_size or (-1, -1),
             is_causal,
         )
-        result[q] = (weights @ _heads(value[k], heads)).transpose(0, 1)
-    return (
-        result,
-        query.new_zeros(heads, len(query), dtype=torch.float32),
-        torch.zeros(2, dtype=torch.uint64),
-    )
+        lse[:, q] = scores.logsumexp(-1)
+        result[q] = (scores.softmax(-1) @ _heads(value[k], heads)).transpose(0, 1)
+    return result, lse, torch.zeros(2, dtype=torch.uint64)
 
 
 def _backward(
@@ -119,10 +118,13 @@ def _backward(
             _heads(key[k], heads),
             _heads(value[k], heads),
         )
-        weights = _probabilities(queries, keys, scale, window_size or (-1, -1), is_causal)
+        # As FlashAttention does: from the given log-sum-exp and result.
+        scores = _scores(queries, keys, scale, window_size or (-1, -1), is_causal)
+        weights = (scores - lse[:, q, None]).exp()
         upper = grad_out[q].transpose(0, 1)
         of_weights = upper @ values.transpose(1, 2)
-        of_scores = weights * (of_weights - (of_weights * weights).sum(-1, keepdim=True)) * factor
+        mean = (upper * out[q].transpose(0, 1)).sum(-1, keepdim=True)
+        of_scores = weights * (of_weights - mean) * factor
         grads[0][q] = (of_scores @ keys).transpose(0, 1)
         for grad, found in (
             (grads[1], of_scores.transpose(1, 2) @ queries),

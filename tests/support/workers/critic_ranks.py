@@ -1,5 +1,5 @@
 """Run by torchrun: two updates of a critic; rank 0 writes the new weights, and every rank writes
-its values."""
+the values of its rows, NaN for the others."""
 
 import sys
 from pathlib import Path
@@ -28,9 +28,12 @@ def main(directory: Path, settings: list[str]) -> None:
         )  # only rank 0 has the checkpoint
         assert critic.step == 1
         critic.update(make_rows(9, seed=1), seed=1)
-        np.save(
-            directory / f"values{ranks.rank}.npy", np.concatenate(critic.values(make_sequences(7)))
-        )
+        sequences = make_sequences(7)
+        values = [
+            row if len(row) else np.full(len(sequence.completion_ids), np.nan)
+            for sequence, row in zip(sequences, critic.values(sequences), strict=True)
+        ]
+        np.save(directory / f"values{ranks.rank}.npy", np.concatenate(values))
         new = {
             name: full(p.detach()).clone() for name, p in named_tensors(critic.model.module).items()
         }

@@ -98,7 +98,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
 
 def written(kind: str, directory: Path) -> Any:
     """Writes a tiny model of this kind, without dropout, and its tokenizer; returns the model."""
-    tokenizer = FAMILIES["Qwen2.5"]._tokenizer()
+    tokenizer = FAMILIES["Qwen2.5"].tokenizer()
     ids = {
         "vocab_size": len(tokenizer),
         "eos_token_id": tokenizer.eos_token_id,

@@ -12,10 +12,12 @@ import pytest
 
 from common.errors import ConfigError
 from common.process.cli import run
+from common.process.topology import cuda_of_driver
 from common.settings.config import load
 from jobgroup import sweep
 from jobgroup.doctor import __main__ as doctor
 from jobgroup.local import __main__ as local
+from rlhf_math.commands import COMMANDS
 from tests.support.paths import ROOT
 from trainer import TrainerConfig
 from trainer.audit import __main__ as replay
@@ -428,27 +430,58 @@ def test_a_mistake_in_the_python_api_is_reported_with_its_field(
         assert part in str(caught.value)
 
 
-MODULES = """
-trainer trainer.train_math trainer.evaluate_model trainer.report trainer.export trainer.tiny_model trainer.dashboard trainer.compare trainer.diagnose trainer.audit
-services.data services.rollout services.reward services.replay services.critic services.engine jobgroup.local jobgroup.doctor jobgroup.sweep
-"""
+SERVE = ("trainer.report", "trainer.dashboard")
+"""Commands whose pages FastAPI serves."""
+SERVICES = ["data", "rollout", "reward", "replay", "environment", "critic", "engine"]
+COMMAND_MODULES = [module for module, _ in COMMANDS.values()]
+MODULES = [
+    *(module for module in COMMAND_MODULES if module not in SERVE),
+    "trainer",
+    *SERVE,
+    *(f"services.{name}" for name in SERVICES),
+]
 LIGHT = """
 import runpy, sys
+unwanted = {"torch", "transformers", "sglang", "fastapi"}
 for module in sys.argv[1:]:
+    if module in SERVE:
+        unwanted -= {"fastapi"}
     for word in ("--help", "--nonsense"):
         sys.argv = [module, word]
         try:
             runpy.run_module(module, run_name="__main__", alter_sys=True)
         except SystemExit as end:
             assert end.code == (0 if word == "--help" else 2), (module, word, end.code)
-    assert not {"torch", "transformers"} & set(sys.modules), module
+    assert not unwanted & set(sys.modules), module
+""".replace("SERVE", repr(SERVE))
+SCRIPT = """
+import sys
+from rlhf_math import GRPOConfig, GRPOTrainer, ModelConfig, OnlineRLTrainer, RLOOConfig, RLOOTrainer
+from rlhf_math import CompositeRewardFunction, GSM8KLoader, TrainerConfig, TrlParser
+from rlhf_math.rewards import accuracy_reward
+
+for wrong in ({"learnin_rate": 1}, {"learning_rate": "much"}, {"num_generations": 3}):
+    try:
+        GRPOConfig(**wrong)
+    except Exception as error:
+        assert error.field, wrong
+    else:
+        raise AssertionError(wrong)
+assert not {"torch", "transformers", "sglang", "fastapi"} & set(sys.modules)
 """
 
 
 @pytest.mark.integration
 def test_help_and_wrong_arguments_of_every_program_do_not_wait_for_torch() -> None:
     done = subprocess.run(
-        [sys.executable, "-c", LIGHT, *MODULES.split()], cwd=ROOT, capture_output=True, text=True
+        [sys.executable, "-c", LIGHT, *MODULES], cwd=ROOT, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
-    assert done.stderr.count("error: ") == len(MODULES.split())
+    assert done.stderr.count("error: ") == len(MODULES)
+
+
+@pytest.mark.integration
+@pytest.mark.skipif(cuda_of_driver() is not None, reason="with a driver, torch looks for the GPU")
+def test_the_imports_and_the_refused_settings_of_a_script_do_not_wait_for_torch() -> None:
+    done = subprocess.run([sys.executable, "-c", SCRIPT], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

@@ -14,6 +14,7 @@ from trainer.diagnosis.facts import Facts, LogLine, RankFacts
 from trainer.diagnosis.find import find
 from trainer.diagnosis.report import as_json, first_line, lines, text
 from trainer.observe import catalogue
+from trainer.timing import WAITS_FOR_BATCH
 
 GOLDEN = ROOT / "tests" / "golden"
 RECORDED = [json.loads(line) for line in (GOLDEN / "diagnosed_runs.jsonl").read_text().splitlines()]
@@ -233,6 +234,28 @@ def test_a_hanging_router_comes_before_the_engines_that_it_does_not_list() -> No
 def test_that_no_batch_comes_is_said_after_its_cause() -> None:
     found = [finding.name for finding in find(recorded("reward_function_hangs_22s"))]
     assert found == [catalogue.NOT_GRADED, catalogue.NO_BATCH]
+
+
+@pytest.mark.parametrize(
+    ("tokens_per_s", "name"), [(9000.0, catalogue.ENGINES_BUSY), (0.0, catalogue.NO_BATCH)]
+)
+def test_a_run_waits_for_busy_engines_or_for_idle_ones(tokens_per_s: float, name: str) -> None:
+    facts = healthy()
+    silent(facts, 1200.0)
+    facts.ranks = ranks("wait")
+    facts.ranks[0].place = f"{WAITS_FOR_BATCH} 7"
+    call = Awaited(call="POST /generate", service="rollout-server", seconds=1100.0, count=54)
+    facts.ranks[0].awaited = [call]
+    for node in facts.services:
+        if node.name.startswith("rollout-server"):
+            node.running = 109
+            node.waiting = 27
+            node.tokens_per_s = tokens_per_s
+    found = find(facts)
+    assert [finding.name for finding in found] == [name]
+    if tokens_per_s:
+        assert found[0].level == "slow"
+        assert "109 completions run, 27 wait" in found[0].evidence[0]
 
 
 def test_a_reason_that_was_logged_before_the_last_step_still_counts() -> None:

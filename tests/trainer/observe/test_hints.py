@@ -284,6 +284,12 @@ CASES: list[tuple[str, list[dict[str, Any]], dict[str, Any], tuple[str, ...]]] =
         ("idle for 70% of the time", "as old as trainer.max_staleness (1)"),
     ),
     (
+        "half_full_passes",
+        [{"update": {"pass_fill": 0.54}}],
+        {"sampling__max_new_tokens": 8192, "trainer__micro_batch_tokens": 16_384},
+        ("54% full", "2 of the longest", "trainer.micro_batch_tokens (16384)", "Set it to 16896"),
+    ),
+    (
         "reward_bound",
         [{"seconds": {"reward": 8.0}}],
         {},
@@ -311,7 +317,7 @@ CASES: list[tuple[str, list[dict[str, Any]], dict[str, Any], tuple[str, ...]]] =
         "dropped_generation",
         [{"dropped": {"generation": 7 * i}} for i in range(1, WINDOW + 1)],
         {},
-        ("70 groups (41%) were dropped (generation)", "sampling.request_timeout_s"),
+        ("70 groups (41%) were dropped (generation)", "sampling.max_new_tokens"),
     ),
     (
         "dropped_reward",

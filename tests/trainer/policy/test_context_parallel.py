@@ -13,7 +13,7 @@ from common.settings.config import load
 from learning.ranks import Ranks
 from tests.support.batches.groups import VOCABULARY
 from tests.support.batches.sharding import One, arguments, run_cases
-from tests.support.models.tiny_models import write
+from tests.support.models.tiny_models import MLA, write
 from tests.support.processes.ranks import run_ranks
 from tests.support.workers import long_row
 from tests.support.workers.sharded_policies import learned
@@ -72,10 +72,21 @@ def test_two_ranks_with_half_of_every_row(policy_dir: Path, tmp_path: Path) -> N
 
 @pytest.mark.integration
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["Qwen3-MoE", "Llama 3", "Gemma 3 text", "Mistral"])
-def test_families_on_four_ranks(tmp_path: Path, kind: str) -> None:
-    """Two key and value heads on four ranks, windows of attention, experts."""
-    model = write(kind, tmp_path / "model", vocab_size=VOCABULARY)
+@pytest.mark.parametrize(
+    ("kind", "more"),
+    [
+        ("Qwen3-MoE", {}),
+        ("Llama 3", {}),
+        ("Gemma 3 text", {}),
+        ("Mistral", {}),
+        ("gpt_oss", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+        ("deepseek_v3", MLA),
+    ],
+)
+def test_families_on_four_ranks(tmp_path: Path, kind: str, more: dict[str, Any]) -> None:
+    """Two key and value heads on four ranks, windows of attention, experts, sinks, values of
+    another size."""
+    model = write(kind, tmp_path / "model", vocab_size=VOCABULARY, **more)
     check_cases(
         4,
         model,

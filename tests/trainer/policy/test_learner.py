@@ -86,7 +86,7 @@ def test_logprobs_equal_those_of_the_full_logits(
     with torch.no_grad():
         scores = scorer(micro.inputs.tokens, micro.inputs.targets, 0.7)
         expected, entropies = [], []
-        for row in batch.rows:
+        for row in batch.tokens.values():
             ids = torch.tensor(np.concatenate([row.prompt_ids, row.completion_ids]))[None].long()
             logits = policy.model(ids).logits[0, len(row.prompt_ids) - 1 : -1] / 0.7
             distribution = torch.distributions.Categorical(logits=logits)

@@ -94,7 +94,7 @@ def test_decoupled_updates_take_the_ratio_to_the_policy_before_them(
     policy = Policy(changed, Ranks())
     batch = prepared(policy, groups)
     with torch.no_grad():
-        for row, old in zip(batch.rows, known(batch.old_logprobs), strict=True):
+        for row, old in zip(batch.tokens.values(), known(batch.old_logprobs), strict=True):
             ids = torch.tensor(np.concatenate([row.prompt_ids, row.completion_ids]))[None].long()
             logits = policy.model(ids).logits[0, len(row.prompt_ids) - 1 : -1]
             expected = torch.log_softmax(logits, -1).gather(

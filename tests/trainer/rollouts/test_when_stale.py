@@ -30,7 +30,6 @@ from common.process.loop_thread import LoopThread
 from common.prompts.prompter import Prompter, PromptStyle
 from common.settings.config import Config, load
 from common.wire.schemas import Group, Int32, Prompt, TakeRequest
-from learning.ranks import Ranks
 from services.data.app import create_data_app
 from services.replay.app import create_replay_app
 from services.reward.app import create_reward_app
@@ -178,7 +177,7 @@ class Simulation:
             taken = await self.collector.take(request)
 
     def _train(self, batch: Batch, step: int, learning_rate: float) -> None:
-        batch.old_logprobs = [row.rollout_logprobs for row in batch.rows]
+        batch.old_logprobs = [row.rollout_logprobs for row in batch.tokens.values()]
         batch.advantages, _ = compute_advantages(batch, self.config, 0.0)
         reasoned = np.array(batch.lengths) >= RIGHT
         advantages = np.array([column[0] for column in batch.advantages])
@@ -290,7 +289,6 @@ def simulation(base_model: Path, directory: Path, when_stale: str) -> Iterator[S
         context = RolloutContext(config, services, prompter, clock=StageClock(), run_id="run")
         rollouts = Rollouts(
             context,
-            Ranks(),
             loop,
             progress=PromptProgress(),
             ground_truths=GroundTruthCheck(services, Path(os.devnull)),

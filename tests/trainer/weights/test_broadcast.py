@@ -241,6 +241,7 @@ def test_a_server_whose_thread_dies_ends_the_wait_for_the_nodes(
             ["--moe-dense-tp-size", "1"],
         ),
         *(["--quantization", "fp8"], ["--quantization=w8a8_int8"], ["--quantize-and-serve"]),
+        *(["--moe-runner-backend", "flashinfer_trtllm"], ["--moe-runner-backend=triton_kernel"]),
     ],
     ids=" ".join,
 )
@@ -249,14 +250,21 @@ def test_arguments_with_which_sglang_holds_other_weights_than_it_is_sent_are_ref
 ) -> None:
     settings = {"trainer": {"weight_sync": "distributed"}, "rollout": {"engine_args": words}}
     with pytest.raises(
-        ValueError, match=rf"rollout\.engine_args has {words[0].partition('=')[0]},.*distributed"
+        ValueError, match=rf"rollout\.engine_args has {words[0].partition('=')[0]}[ ,].*distributed"
     ):
         Config.model_validate(settings)
     Config.model_validate(settings | {"trainer": {"weight_sync": "http"}})
+    triton = {"engine_args": ["--moe-runner-backend", "triton"]}
+    Config.model_validate(settings | {"rollout": triton})
 
 
 @pytest.mark.parametrize(
-    "words", [["--ep-size", "2"], ["--ep=4"], ["--enable-dp-attention", "--dp-size", "2"]]
+    "words",
+    [
+        ["--ep-size", "2"],
+        ["--ep=4"],
+        ["--enable-dp-attention", "--dp-size", "2"],
+    ],
 )
 def test_groups_of_an_engines_ranks_must_divide_them(words: list[str]) -> None:
     def config(size: int) -> Config:

@@ -15,7 +15,7 @@ from trainer.policy.policy import Policy
 from trainer.timing import StageClock
 from trainer.weights import sync
 from trainer.weights.board import PublishFailed
-from trainer.weights.sync import FollowerWeightSync, WeightSync
+from trainer.weights.sync import WeightSync
 from trainer.weights.versions import Weights
 
 LIMIT_S = 400
@@ -152,5 +152,5 @@ def test_a_rank_above_0_takes_part_in_gathering_every_tensor(config: Config) -> 
                 yield name, tensor
 
     policy = Watched(config, Ranks())
-    assert push(FollowerWeightSync(), policy).done()
+    assert push(WeightSync(None, StageClock(), in_background=False), policy).done()
     assert gathered == [name for name, _ in Policy.weights(policy)]

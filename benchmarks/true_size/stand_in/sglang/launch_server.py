@@ -162,6 +162,12 @@ class Engine:
         """Token steps since the start."""
         return self._progress
 
+    @property
+    def step_s(self) -> float:
+        """Seconds in which every running sequence gets a token."""
+        kv = self._kv_base + len(self._running) * self._progress
+        return self.speed.weights_s + kv * self.speed.kv_s
+
     def load(self, version: str) -> None:
         """Samples with these weights from now on."""
         self._versions = [*self._versions[-8:], (self._progress, version)]
@@ -181,8 +187,7 @@ class Engine:
         self._admit()
         while self._running and seconds > 0:
             count = len(self._running)
-            kv = self._kv_base + count * self._progress
-            step_s = self.speed.weights_s + kv * self.speed.kv_s
+            step_s = self.step_s
             # To the next completion, or as far as the time reaches, at the present speed.
             tokens = min(seconds / step_s, max(0.0, self._running[0].end - self._progress), 64.0)
             self._progress += tokens
@@ -289,6 +294,7 @@ class Engine:
             "num_used_tokens": int(self._kv_base + running * self._progress),
             "max_total_num_tokens": self.speed.kv_tokens,
             "max_running_requests": self.speed.slots,
+            "gen_throughput": running * self.speed.clock / self.step_s if running else 0.0,
         }
         return web.json_response({"loads": [load]})
 

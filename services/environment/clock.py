@@ -1,0 +1,60 @@
+"""The clock of an episode, which stands still while the episode waits for others: for answers of
+the model, whose engines may be busy, and for a thread.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+
+
+class EpisodeClock:
+    """Limits an episode's own time.
+
+    async with clock.limit(600):      # TimeoutError after 600 s
+        with clock.stopped():         # which do not count in here
+            await answer()
+    """
+
+    def __init__(self) -> None:
+        self._stops = 0
+        self._left: dict[asyncio.Timeout, float | None] = {}
+        """The limits, and the seconds left to each when the clock was stopped."""
+
+    @asynccontextmanager
+    async def limit(self, seconds: float | None) -> AsyncIterator[None]:
+        """Limits the block to so many seconds of this clock. Raises TimeoutError."""
+        async with asyncio.timeout(seconds) as limit:
+            self._left[limit] = seconds
+            if self._stops:
+                limit.reschedule(None)
+            try:
+                yield
+            finally:
+                del self._left[limit]
+
+    @contextmanager
+    def stopped(self) -> Iterator[None]:
+        """Stops the clock inside the block; several blocks may overlap."""
+        self._stops += 1
+        if self._stops == 1:
+            self._stop()
+        try:
+            yield
+        finally:
+            self._stops -= 1
+            if not self._stops:
+                self._go_on()
+
+    def _stop(self) -> None:
+        now = asyncio.get_running_loop().time()
+        for limit in self._left:
+            until = limit.when()
+            if until is not None and not limit.expired():
+                self._left[limit] = until - now
+                limit.reschedule(None)
+
+    def _go_on(self) -> None:
+        now = asyncio.get_running_loop().time()
+        for limit, left in self._left.items():
+            if left is not None and not limit.expired():
+                limit.reschedule(now + left)

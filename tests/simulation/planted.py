@@ -1,0 +1,271 @@
+"""Bugs planted in the protocols, each of which the simulation must find.
+
+`python -m tests.simulation.planted NAME [SEEDS]` runs seeds with one of them and prints the seed
+that finds it. A bug is a piece of a module's source and what stands there instead, so that it is
+what a slip of a developer would be; the table fails when the source no longer has the piece.
+"""
+
+import importlib.abc
+import importlib.util
+import sys
+import tempfile
+from importlib.machinery import ModuleSpec, SourceFileLoader
+from pathlib import Path
+from types import CodeType
+from typing import Any, NamedTuple
+
+ROOT = Path(__file__).parents[2]
+
+
+class Bug(NamedTuple):
+    """A piece of a file, and what stands there instead."""
+
+    file: str
+    right: str
+    wrong: str
+
+
+BUGS = {
+    # ---------------------------------------------------------------- the stream of prompts
+    "the cursor does not move": Bug(
+        "services/data/stream.py",
+        "self._set_cursor(db, stream, position + count, served + count)",
+        "self._set_cursor(db, stream, position, served + count)",
+    ),
+    "every epoch has the order of the first": Bug(
+        "services/data/stream.py",
+        "int(self._order(epoch)[place])",
+        "int(self._order(0)[place])",
+    ),
+    "a batch begins a prompt too late": Bug(
+        "services/data/stream.py",
+        "[self._place_at(i) for i in range(position, position + count)]",
+        "[self._place_at(i + 1) for i in range(position, position + count)]",
+    ),
+    "seek keeps the position": Bug(
+        "services/data/stream.py",
+        "self._set_cursor(db, _SHUFFLED, position, served)",
+        "self._set_cursor(db, _SHUFFLED, max(position, self._cursor(db, _SHUFFLED)[0]), served)",
+    ),
+    # ---------------------------------------------------------------- the replay buffer
+    "a leased group is fresh at once": Bug(
+        "services/replay/store.py", "lease_until <= ?", "lease_until >= ?"
+    ),
+    "a repeated take leases other groups": Bug(
+        "services/replay/store.py",
+        'self.records(f"WHERE request_id = ? {_ORDER}", request.request_id)',
+        "list[tuple[int, GroupRecord]]()",
+    ),
+    "an answered take leases again": Bug(
+        "services/replay/store.py",
+        '.get("answered"):\n                    return',
+        '.get("never"):\n                    return',
+    ),
+    "a take that ended empty is not over": Bug(
+        "services/replay/store.py",
+        "with suppress(StorageFailed), self.transaction():\n            self._answered(request_id)",
+        "with suppress(StorageFailed), self.transaction():\n            pass",
+    ),
+    "an added group is stored again": Bug(
+        "services/replay/store.py",
+        "if record.id in new or self._known(record.id):",
+        "if record.id in new:",
+    ),
+    "an evicted group comes back": Bug(
+        "services/replay/store.py",
+        " UNION ALL SELECT 1 FROM gone WHERE id = :id",
+        "",
+    ),
+    "an acknowledged group stays leased": Bug(
+        "services/replay/store.py",
+        'state="consumed", request_id=None, lease_until=None, priority=priority',
+        "priority=priority",
+    ),
+    "a new run finds the groups of the one before": Bug(
+        "services/replay/store.py",
+        "WHERE state != 'consumed' OR position >= ?",
+        "WHERE state = 'leased' OR position >= ?",
+    ),
+    "a run does not end the one before": Bug(
+        "services/replay/buffer.py", "self.runs.begin(run_id)", "pass"
+    ),
+    "a group that is young enough is evicted": Bug(
+        "services/replay/store.py",
+        "state = 'fresh' AND version < ?",
+        "state = 'fresh' AND version <= ?",
+    ),
+    "an eviction is reported twice": Bug(
+        "services/replay/store.py",
+        'evicted = len(old) + answer.get("evicted", 0)',
+        'evicted = len(old) + answer.get("evicted", 0) + 1',
+    ),
+    "groups are taken that are not enough": Bug(
+        "services/replay/store.py", "if len(taken) < request.count:", "if not taken:"
+    ),
+    "dropped groups are not counted": Bug(
+        "services/replay/store.py", 'self.count("dropped", len(keys))', "pass"
+    ),
+    # ---------------------------------------------------------------- the store on disk
+    "an answer comes before the commit": Bug(
+        "services/http/sqlite_store.py",
+        'self.db.execute("COMMIT")',
+        'self.db.execute("COMMIT" if mark.changes % 3 == 0 else "SELECT 1")',
+    ),
+    "a transaction that fails is kept": Bug(
+        "services/http/sqlite_store.py", 'self.db.execute("ROLLBACK")', 'self.db.execute("COMMIT")'
+    ),
+    "commits are not synced": Bug(
+        "services/http/sqlite_store.py", "synchronous = FULL", "synchronous = OFF"
+    ),
+    "a store that was set back is not noticed": Bug(
+        "common/wire/store_mark.py", "self.changes < seen.changes", "False"
+    ),
+    "answers are forgotten at once": Bug(
+        "services/http/sqlite_store.py", "REMEMBERED_REQUESTS = 10_000", "REMEMBERED_REQUESTS = 0"
+    ),
+    # ---------------------------------------------------------------- the clients
+    "a lost answer is not asked for again": Bug(
+        "common/clients/base.py",
+        "_NETWORK_ERRORS = (httpx.TransportError, TimeoutError, OSError)",
+        "_NETWORK_ERRORS = (TimeoutError,)",
+    ),
+    "a busy service is not asked again": Bug(
+        "common/clients/base.py", "return response.status_code in _RETRIED_STATUSES", "return False"
+    ),
+    "an attempt has no end": Bug(
+        "common/clients/base.py",
+        "asyncio.timeout(left + _GRACE_S if left < math.inf else None)",
+        "asyncio.timeout(None)",
+    ),
+    "results go to other callers": Bug(
+        "trainer/rollouts/request_batcher.py",
+        "zip(waiting, results, strict=True)",
+        "zip(waiting, reversed(results), strict=True)",
+    ),
+    "answers get the rewards of others": Bug(
+        "common/clients/reward.py",
+        "rewards = iter(answer.rewards)",
+        "rewards = iter(answer.rewards[1:] + answer.rewards[:1])",
+    ),
+    # ---------------------------------------------------------------- the collector
+    "an answer that cannot be graded earns nothing": Bug(
+        "trainer/rollouts/group_maker.py",
+        "math.nan if result.reward is None else result.reward\n",
+        "result.reward or 0.0\n",
+    ),
+    "a failed grading is a reward": Bug(
+        "trainer/rollouts/group_maker.py",
+        'raise GroupFailed("reward", f"an answer could not be graded: {reason}")',
+        "completions[0].reward = 0.0",
+    ),
+    "a dropped group's prompt is forgotten": Bug(
+        "trainer/rollouts/collector.py",
+        "self._drop(error, group)\n                self._retry(drawn)",
+        "self._drop(error, group)",
+    ),
+    "a dropped group keeps its slot": Bug(
+        "trainer/rollouts/collector.py",
+        "self._retry(drawn)\n                self._collect_more(1)",
+        "self._retry(drawn)",
+    ),
+    "a prompt is skipped after its first failure": Bug(
+        "trainer/rollouts/prompt_cursor.py", "MAX_TRIES = 3", "MAX_TRIES = 1"
+    ),
+    "what is finished is drawn again": Bug(
+        "trainer/rollouts/prompt_cursor.py",
+        "if position >= self._first_open and position not in self._finished",
+        "if position >= self._first_open",
+    ),
+    "progress forgets what overtook": Bug(
+        "trainer/rollouts/prompt_cursor.py",
+        "PromptProgress(self._first_open, sorted(self._finished))",
+        "PromptProgress(self._first_open)",
+    ),
+    "progress is ahead": Bug(
+        "trainer/rollouts/prompt_cursor.py",
+        "PromptProgress(self._first_open, sorted(self._finished))",
+        "PromptProgress(self.next)",
+    ),
+    "a draw passes over a prompt": Bug(
+        "trainer/rollouts/prompt_cursor.py",
+        "self.next += len(prompts)",
+        "self.next += len(prompts) + 1",
+    ),
+    "finishing is forgotten": Bug(
+        "trainer/rollouts/prompt_cursor.py", "self._finished.add(position)", "pass"
+    ),
+    "draws of one size have one id": Bug(
+        "trainer/rollouts/collector.py",
+        'f"{self._run_id}-{position}-{missing}"',
+        'f"{self._run_id}-{missing}"',
+    ),
+    "a lost store is not filled again": Bug(
+        "trainer/rollouts/collector.py", "added += await self._services.replay.add(", "_ = ("
+    ),
+    "takes have one id": Bug(
+        "trainer/rollouts/rollouts.py", "self._requests += 1", "self._requests = 1"
+    ),
+    "slots are free before the engines serve the weights": Bug(
+        "trainer/rollouts/rollouts.py",
+        "when.add_done_callback(partial(self._free_slots, len(batch.fresh)))",
+        "self._loop.loop.call_soon(self._collector.free_slots, len(batch.fresh))",
+    ),
+    "there is a slot too many": Bug(
+        "trainer/rollouts/rollouts.py",
+        "(self._config.trainer.max_staleness + 1) * self._fresh_per_step)",
+        "(self._config.trainer.max_staleness + 2) * self._fresh_per_step)",
+    ),
+    "nothing is acknowledged": Bug(
+        "trainer/rollouts/rollouts.py",
+        "await self._collector.acknowledge(batch.fresh)",
+        "await self._collector.acknowledge(batch.fresh[:0])",
+    ),
+}
+
+
+class _Planted(SourceFileLoader):
+    """Loads a module with a bug in it."""
+
+    bug: Bug
+
+    def get_code(self, fullname: str) -> CodeType | None:
+        source = Path(self.path).read_text()
+        if source.count(self.bug.right) != 1:
+            raise ValueError(f"{self.bug.file} does not have once: {self.bug.right}")
+        return compile(source.replace(self.bug.right, self.bug.wrong), self.path, "exec")
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    def __init__(self, bug: Bug) -> None:
+        self._bug = bug
+        self._module = bug.file.removesuffix(".py").replace("/", ".")
+
+    def find_spec(self, fullname: str, *_: Any) -> ModuleSpec | None:
+        if fullname != self._module:
+            return None
+        path = str(ROOT / self._bug.file)
+        loader = _Planted(fullname, path)
+        loader.bug = self._bug
+        return importlib.util.spec_from_file_location(fullname, path, loader=loader)
+
+
+def main() -> int:
+    """Runs seeds with the bug; the exit status is 0 when one finds it."""
+    bug = BUGS[sys.argv[1]]
+    count = int(sys.argv[2]) if len(sys.argv) > 2 else 10_000
+    sys.meta_path.insert(0, _Finder(bug))
+    from tests.simulation.world import simulate
+
+    for seed in range(count):
+        with tempfile.TemporaryDirectory(dir="/dev/shm") as directory:
+            try:
+                simulate(seed, Path(directory))
+            except BaseException as found:
+                print(f"seed {seed}: {type(found).__name__}: {found}")
+                return 0
+    print(f"not found by {count} seeds")
+    return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
