@@ -59,7 +59,8 @@ class Network(httpx.AsyncBaseTransport):
             if (answer.content_length or _READ_BYTES) < _READ_BYTES:
                 body = await answer.read()
                 moved(len(content) + len(body))
-                return httpx.Response(answer.status, headers=answer.raw_headers, content=body)
+                whole = httpx.ByteStream(body)
+                return httpx.Response(answer.status, headers=answer.raw_headers, stream=whole)
         stream = _Body(answer, len(content), moved)
         return httpx.Response(answer.status, headers=answer.raw_headers, stream=stream)
 

@@ -134,7 +134,7 @@ BUGS = {
     ),
     "an attempt has no end": Bug(
         "common/clients/base.py",
-        "asyncio.timeout(left + _GRACE_S if left < math.inf else None)",
+        "asyncio.timeout(left if left < math.inf else None)",
         "asyncio.timeout(None)",
     ),
     "results go to other callers": Bug(

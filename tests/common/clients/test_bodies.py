@@ -37,6 +37,22 @@ async def test_a_body_arrives_whole(content: str | bytes) -> None:
     assert bytes(received) == expected
 
 
+@pytest.mark.parametrize("size", [0, 10, 3 << 20])
+async def test_an_answer_is_read_in_pieces(size: int) -> None:
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % size + b"x" * size)
+        await writer.drain()
+        writer.close()
+
+    server, port = await serve(answer)
+    client = Client("trainer", f"http://127.0.0.1:{port}")
+    async with client, client.http.stream("GET", "/") as response:
+        pieces = [piece async for piece in response.aiter_raw()]
+    server.close()
+    assert b"".join(pieces) == b"x" * size
+
+
 async def test_a_call_that_is_cancelled_while_it_reads_leaves_no_connection() -> None:
     begun = asyncio.Event()
     closed = asyncio.Event()
