@@ -158,6 +158,11 @@ def register() -> None:
     AttentionMaskInterface.register(NAME, sdpa_mask)
 
 
+def attends_ahead(config: Any) -> bool:
+    """Whether tokens of text attend to later ones; those of an image may (`vision`, Gemma 4)."""
+    return getattr(config, "use_bidirectional_attention", None) not in (None, False, "vision")
+
+
 def unpackable(model: Any) -> str | None:
     """Returns why `model` cannot be computed packed; None when it can."""
     body = model.get_decoder() if hasattr(model, "get_decoder") else model
@@ -167,14 +172,14 @@ def unpackable(model: Any) -> str | None:
     if len(linear) == sum(kind in _LINEAR_LAYERS for kind in kinds):
         kinds = [kind for kind in kinds if kind not in _LINEAR_LAYERS]
     layers = set(kinds) - _KNOWN_LAYERS
+    is_stateful = getattr(body, "_is_stateful", False)
     rotates = any(name.endswith("rotary_emb") for name, _ in body.named_modules())
-    looks_ahead = bool(getattr(config, "use_bidirectional_attention", None))
     implementation = config._attn_implementation
     checks = {
-        "it keeps a state from token to token": getattr(body, "_is_stateful", False) and not linear,
+        "it keeps a state from token to token": is_stateful and not (linear or kinds),
         f"it has {', '.join(sorted(layers))} layers": bool(layers),
         "it does not rotate positions": not (rotates or linear),
-        "its tokens attend to later tokens": looks_ahead,
+        "its tokens attend to later tokens": attends_ahead(config),
         "its attention has dropout": bool(getattr(config, "attention_dropout", 0)),
         "transformers cannot replace its attention": not body._can_set_attn_implementation(),
         f"it runs with {implementation} attention": implementation not in _REPLACED,
@@ -209,6 +214,8 @@ def _attention(
             module, query, key, value, mask=attention_mask, scores=scores, **options
         )
         return padded, None
+    if attention_mask is not None and attention_mask.shape != segments.mask.shape:
+        raise not_packed("make a mask of their own")
     for name, option in options.items():
         if isinstance(option, Tensor) and option.is_floating_point():
             raise not_packed(f"give their attention {name}")

@@ -46,7 +46,9 @@ def final_logits(model: Any) -> FinalLogits:
         output, logits = _around_made_up_parts(model)
     except (AttributeError, IndexError, RuntimeError, TypeError, ValueError) as error:
         raise _refused(
-            model, f"this model does not run around a made-up decoder and head: {error}"
+            model,
+            "the logits of this model are not those of a linear head on its decoder's states, "
+            f"which is all that the trainer computes: {error}",
         ) from error
 
     # A small output is not bent by a cap, so the quotient is the scale; a large one is nothing but

@@ -7,6 +7,7 @@ and reverses them in `save_pretrained`. This module reverses them one tensor at 
 publishing and checkpoints gather the tensors.
 """
 
+import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from copy import deepcopy
@@ -18,6 +19,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
     Concatenate,
     MergeModulelist,
+    PrefixChange,
     WeightConverter,
     WeightRenaming,
     dot_natural_key,
@@ -25,22 +27,57 @@ from transformers.core_model_loading import (
     revert_weight_conversion,
 )
 
+_PARTS = ("language_model", "text_model")
+"""Names that multimodal models give to their language model; its tensors' names begin with them, or
+with `model.` and them."""
+LANGUAGE_PART = {rf"^{part}\.": "" for part in _PARTS} | {
+    rf"^model\.{part}\.": "model." for part in _PARTS
+}
+"""These names as those of a language model alone, for `from_pretrained`."""
+
+
+def of_language_part(name: str) -> str:
+    """Returns the name of a module of a multimodal model in its language model alone."""
+    for pattern, replacement in LANGUAGE_PART.items():
+        name = re.sub(pattern, replacement, name)
+    return name
+
 
 def set_conversions(model: Any, own: Mapping[str, Tensor], names: Iterable[str]) -> dict[str, str]:
-    """Sets the conversions that files with tensors of these `names` need, for a model that
-    `from_pretrained` did not load. Returns, for each of these names, that of the model's tensor
-    which is made of it: `…experts.3.gate_proj.weight` becomes a part of `…experts.gate_up_proj`.
+    """Sets the conversions that files with tensors of these `names` need. Returns, for each of
+    these names that belongs to the model, that of the model's tensor which is made of it:
+    `…experts.3.gate_proj.weight` becomes a part of `…experts.gate_up_proj`.
 
-    `own` are the model's tensors by their names in the model.
+    `own` are the model's tensors by their names in the model, which may be a part of the one in the
+    files.
     """
-    conversions = get_model_conversion_mapping(model)
-    renamings, converters = _by_kind(conversions)
+    chosen = sorted(names, key=dot_natural_key)
     own_names: dict[str, str] = {}
-    for name in sorted(names, key=dot_natural_key):
-        # This also notes which conversions apply.
-        own_names[name], _ = _renamed(name, renamings, converters, model=model, own=own)
+    conversions: list[Any] = []
+    # Once more without the names of other parts, as these may need other conversions.
+    for _ in range(2):
+        conversions = [*_part_prefix(own, chosen), *get_model_conversion_mapping(model)]
+        renamings, converters = _by_kind(conversions)
+        for name in chosen:
+            # This also notes which conversions apply.
+            own_names[name], _ = _renamed(name, renamings, converters, model=model, own=own)
+        own_names = {name: own_name for name, own_name in own_names.items() if own_name in own}
+        chosen = list(own_names)
     model._weight_conversions = [conversion for conversion in conversions if conversion.was_used()]
     return own_names
+
+
+def _part_prefix(own: Mapping[str, Tensor], names: Iterable[str]) -> list[PrefixChange]:
+    """Returns what removes the prefix of the language model from names in the files of a multimodal
+    model, of which the model with the tensors `own` is that part.
+    """
+    for part in _PARTS:
+        if any(f"{part}." in name for name in own):
+            return []
+        for before, start in (("model", f"model.{part}."), (None, f"{part}.")):
+            if any(name.startswith(start) for name in names):
+                return [PrefixChange(prefix_to_remove=part, model_prefix=before)]
+    return []
 
 
 Sources = str | list[list[str]]

@@ -11,8 +11,8 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +22,22 @@ from huggingface_hub import snapshot_download
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.func import functional_call
-from transformers import AutoConfig, GenerationConfig
+from transformers import AutoConfig, GenerationConfig, PreTrainedModel
 
 from common.errors import ConfigError
 from common.models.hub import refuse_random
 from common.process import progress
 from common.settings.config import Config
 from common.weights.checksums import Hasher
-from learning.hub_names import Sources, from_hub, hub_shapes, set_conversions, sources
+from learning.hub_names import (
+    LANGUAGE_PART,
+    Sources,
+    from_hub,
+    hub_shapes,
+    set_conversions,
+    sources,
+)
+from learning.kept import Kept, language_part, processor_texts
 from learning.ranks import Ranks
 from learning.sharding import local, named_tensors, prepare, region, shard
 
@@ -62,6 +70,12 @@ def only_logits(config: Any) -> None:
         for name in _UNREAD:
             if getattr(part, name, False):
                 setattr(part, name, False)
+
+
+def find_decoder(model: Any) -> None:
+    """Lets `get_decoder` find the decoder of a model whose class misnames it (Llama 4)."""
+    if model.get_decoder() is model and isinstance(getattr(model, "model", None), PreTrainedModel):
+        model.base_model_prefix = "model"
 
 
 def weight_files(directory: Path) -> list[Path]:
@@ -141,11 +155,22 @@ class Pretrained:
         """Name or directory of the model on this rank, or at least of its configuration."""
         return str(self.directory) if self.directory and self.directory.is_dir() else self.name
 
-    def config(self) -> Any:
+    @cached_property
+    def whole_config(self) -> Any:
+        """The config in the files, of which that of the model is a part if it is multimodal."""
         config = AutoConfig.from_pretrained(self.source, trust_remote_code=self.trust_remote_code)
         only_logits(config)
-        self.configure(config)
+        self.configure(language_part(config))
         return config
+
+    def config(self) -> Any:
+        """Returns the config of the model that is loaded."""
+        return language_part(self.whole_config)
+
+    @property
+    def is_part(self) -> bool:
+        """Whether the model is a part of the one in the files."""
+        return self.config() is not self.whole_config
 
     def plain(self) -> Any:
         """Loads the tensors in the files into CPU memory. Raises OSError or ValueError, also when
@@ -157,6 +182,7 @@ class Pretrained:
             dtype=torch.float32,
             trust_remote_code=self.trust_remote_code,
             use_safetensors=True,
+            key_mapping=LANGUAGE_PART if self.is_part else None,
             output_loading_info=True,
         )
         own = named_tensors(model)
@@ -190,9 +216,15 @@ class Pretrained:
     def empty(self) -> Any:
         """Builds the modules, with parameters on the meta device and initialised buffers."""
         with _parameters_on_meta():
-            model = self.auto.from_config(
-                self.config(), dtype=torch.float32, trust_remote_code=self.trust_remote_code
-            )
+            try:
+                model = self.auto.from_config(
+                    self.config(), dtype=torch.float32, trust_remote_code=self.trust_remote_code
+                )
+            # Code of the model, which may not fit its config or need another package.
+            except (AssertionError, AttributeError, ImportError, KeyError, TypeError) as error:
+                reason = f"transformers cannot build it: {type(error).__name__}: {error}"
+                raise ValueError(reason) from error
+            find_decoder(model)
             self.added.change(model)
         try:
             model.generation_config = GenerationConfig.from_pretrained(self.source)
@@ -245,6 +277,10 @@ def load(
     names = ranks.broadcast(list(_shapes_in(directory)) if ranks.is_rank_zero else [])
     model = pretrained.empty()
     own_names = set_conversions(model, pretrained.names(model), names)
+    model.kept = Kept(pretrained.whole_config, sorted(set(names) - set(own_names)))
+    if ranks.is_rank_zero:
+        read = SafetensorsReader(directory).read if model.kept.names else None
+        model.kept = replace(model.kept, read=read, texts=processor_texts(directory))
     if ranks.broadcast(ranks.is_rank_zero and _loses_head(model, directory, own_names)):
         raise ConfigError(
             "the model's files have a head that differs from the embedding, while its config.json "

@@ -6,9 +6,11 @@ import json
 import os
 import warnings
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from common.process import progress
 from learning.hub_names import hub_shapes, to_hub
+from learning.kept import Kept
 from learning.loading import fill
 from learning.optimizer import Optimizer
 from learning.ranks import Ranks
@@ -50,22 +53,40 @@ class Contents:
         lambda named: named
     )
     """Converts whole tensors to the form in the directory."""
+    kept: Mapping[str, Tensor] = field(default_factory=dict)
+    """Further tensors, with the names of the directory; on rank 0 only."""
 
     @classmethod
-    def of(cls, model: Any) -> "Contents":
+    def of(cls, model: Any, kept: Kept | None = None) -> "Contents":
+        """Returns the contents of the model's directory, with what is `kept` of the files that it
+        was loaded from.
+        """
         tensors = named_tensors(model)
-        files = split_state_dict_into_shards_factory(
-            hub_shapes(model, tensors),
-            get_storage_size=lambda tensor: tensor.numel() * tensor.element_size(),
-            filename_pattern="model{suffix}.safetensors",
-            max_shard_size=_MAX_FILE_BYTES,
-        ).tensor_to_filename
+        keeps = kept is not None and bool(kept.names)
+        files = _files(hub_shapes(model, tensors), "language_model" if keeps else "model")
+        others = kept.tensors() if kept is not None else {}
+        files |= _files(others, "kept")
         return cls(
             tensors=tensors,
             files=files,
-            texts=_texts(model, files),
+            texts=_texts(model, files, kept),
             to_files=lambda named: to_hub(model, named, tensors),
+            kept=others,
         )
+
+    def write(self, directory: Path) -> None:
+        """Writes the contents of a model that is not sharded, holding one file at a time."""
+        directory.mkdir(parents=True, exist_ok=True)
+        for name, text in self.texts.items():
+            (directory / name).write_text(text)
+        lacking = Counter(self.files.values())
+        held: dict[str, dict[str, Tensor]] = {}
+        for name, tensor in chain(self.to_files(self.tensors.items()), self.kept.items()):
+            file = self.files[name]
+            held.setdefault(file, {})[name] = tensor.detach().clone()
+            lacking[file] -= 1
+            if not lacking[file]:
+                save_file(held.pop(file), directory / file, metadata={"format": "pt"})
 
 
 @dataclass
@@ -98,7 +119,7 @@ class Snapshot:
         spread = ranks.sharded and ranks.world_size > 1 and not alone
         copies = Staging(ranks.device)
         files: dict[str, dict[str, Tensor]] = {}
-        file_names = sorted(set(model.files.values()))
+        file_names = sorted({model.files[name] for name in model.files if name not in model.kept})
         gathered = (
             (name, full(tensor.detach().to(ranks.device))) for name, tensor in model.tensors.items()
         )
@@ -107,6 +128,9 @@ class Snapshot:
             owner = file_names.index(file) % ranks.world_size if spread else 0
             if owner == ranks.rank:
                 files.setdefault(file, {})[name] = copies.to_host(whole)
+
+        for name, tensor in model.kept.items():
+            files.setdefault(model.files[name], {})[name] = tensor
 
         state: dict[str, Tensor] = {}
         optimizer_state = optimizer.state_dict() if optimizer else {}
@@ -244,9 +268,23 @@ def _as_sharded(share: Tensor, like: Tensor, ranks: Ranks) -> Tensor:
     )
 
 
-def _texts(model: Any, names: Mapping[str, str]) -> dict[str, str]:
+def _files(tensors: Mapping[str, Tensor], stem: str) -> dict[str, str]:
+    """Returns the safetensors file of each tensor, all of them named after `stem`."""
+    files: dict[str, str] = split_state_dict_into_shards_factory(
+        dict(tensors),
+        get_storage_size=lambda tensor: tensor.numel() * tensor.element_size(),
+        filename_pattern=f"{stem}{{suffix}}.safetensors",
+        max_shard_size=_MAX_FILE_BYTES,
+    ).tensor_to_filename
+    return files
+
+
+def _texts(model: Any, names: Mapping[str, str], kept: Kept | None) -> dict[str, str]:
     model.config.architectures = [type(model).__name__]
-    texts = {"config.json": model.config.to_json_string()}
+    config = model.config if kept is None else kept.saved_config(model.config)
+    texts = {"config.json": config.to_json_string()}
+    if kept is not None:
+        texts |= kept.texts
     if getattr(model, "generation_config", None) is not None:
         texts["generation_config.json"] = model.generation_config.to_json_string()
     if len(set(names.values())) > 1:

@@ -113,7 +113,9 @@ def _refuse_two_models(directory: Path, field: str) -> None:
     """Raises ConfigError for a directory with a whole model and an adapter: transformers would load
     the adapter's base model, and an engine the whole one.
     """
-    has_weights = _has(directory, "model*.safetensors", "pytorch_model*.bin")
+    has_weights = _has(
+        directory, "model*.safetensors", "language_model*.safetensors", "pytorch_model*.bin"
+    )
     if has_weights and _has(directory, "adapter_config.json"):
         raise ConfigError(
             "the directory has both a whole model and an adapter",

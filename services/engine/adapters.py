@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from common.errors import ServiceError
+from learning.hub_names import of_language_part
 
 _PREFIX = "base_model.model."
 _SUPPORTED: dict[str, tuple[Any, ...]] = {
@@ -143,7 +144,8 @@ class AdapterRegistry:
             module, found, _ = name.removeprefix(_PREFIX).rpartition(".lora_A.weight")
             if not found:
                 continue
-            base = self._weights.get(f"{module}.weight")
+            weight = f"{of_language_part(module)}.weight"
+            base = self._weights.get(weight)
             lora_b = tensors.get(f"{_PREFIX}{module}.lora_B.weight")
             fits = (
                 base is not None
@@ -153,7 +155,7 @@ class AdapterRegistry:
             )
             if lora_b is None or not fits:
                 raise _unusable(f"{name} does not fit the model", path)
-            factors[f"{module}.weight"] = (tensor, lora_b)
+            factors[weight] = (tensor, lora_b)
         if not factors or len(tensors) != 2 * len(factors):
             raise _unusable("the tensors are not pairs of lora_A and lora_B", path)
         return factors

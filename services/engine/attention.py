@@ -11,6 +11,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
 from common.errors import ConfigError
+from learning.attention import attends_ahead
 from services.engine.cache import SlotCache
 
 _NAME = "rollout_slots"
@@ -43,7 +44,7 @@ def replace_attention(module: Any, config: Any, max_context_tokens: int) -> bool
             value=max_context_tokens,
             remedy=f"use at most {chunk} with this model",
         )
-    if getattr(config, "use_bidirectional_attention", None):
+    if attends_ahead(config):
         raise ConfigError(
             "the model's tokens attend to later tokens",
             field="use_bidirectional_attention",
@@ -72,8 +73,7 @@ def _attend(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    __: Tensor | None,
-    *,
+    *_masks: Tensor | None,
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,

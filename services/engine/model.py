@@ -11,7 +11,9 @@ from common.models.hub import check_model, refuse_random
 from learning.batch_independence import fix_rotary_factors
 from learning.device import dtype_on
 from learning.head import make_float32_logits
-from learning.loading import only_logits
+from learning.hub_names import LANGUAGE_PART, set_conversions
+from learning.kept import language_part
+from learning.loading import SafetensorsReader, find_decoder, only_logits
 from services.engine.decoder import Decoder
 
 log = logging.getLogger(__name__)
@@ -44,19 +46,31 @@ class Model(Decoder):
         check_model(str(path), "--model-path")
         try:
             self.tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
-            config = AutoConfig.from_pretrained(path, local_files_only=True)
+            whole = AutoConfig.from_pretrained(path, local_files_only=True)
+            config = language_part(whole)
             fix_rotary_factors(config, max_context_tokens)
             loaded, found = AutoModelForCausalLM.from_pretrained(
                 path,
                 config=config,
+                key_mapping=None if config is whole else LANGUAGE_PART,
                 local_files_only=True,
                 use_safetensors=True,
                 dtype=dtype_on(device, dtype),
                 output_loading_info=True,
             )
             refuse_random(found["missing_keys"])
+            set_conversions(loaded, loaded.state_dict(), SafetensorsReader(path).shapes())
+            find_decoder(loaded)
             loaded = loaded.to(device)
-        except (OSError, ValueError, ImportError, RuntimeError, KeyError) as error:
+        except (
+            AttributeError,
+            OSError,
+            ValueError,
+            ImportError,
+            RuntimeError,
+            KeyError,
+            TypeError,
+        ) as error:
             raise ConfigError(
                 f"the model cannot be loaded: {error}",
                 field="--model-path",

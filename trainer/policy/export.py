@@ -15,6 +15,9 @@ DTYPES = ("float32", "bfloat16", "float16")
 MODEL_FILES = (
     "model.safetensors",
     "model-?????-of-?????.safetensors",
+    "language_model*.safetensors",
+    "kept*.safetensors",
+    "*processor_config.json",
     "model.safetensors.index.json",
     "pytorch_model*",
     "adapter_config.json",
@@ -71,6 +74,7 @@ def export(
         import torch
 
         from common.settings.sections import ModelSection
+        from learning.saving import Contents
         from trainer.policy.scorer import load_model, load_tokenizer
 
     section = ModelSection(name=str(checkpoint), trust_remote_code=trust_remote_code)
@@ -84,7 +88,8 @@ def export(
 
     partial = out.with_name(f"{out.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
-    model.save_pretrained(partial)
+    model.config.dtype = weights_type
+    Contents.of(model, model.kept).write(partial)
     load_tokenizer(section).save_pretrained(partial)
     copy_trained_prompts(checkpoint, partial)
     partial.rename(out)

@@ -15,7 +15,7 @@ import copy
 import re
 import warnings
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -34,15 +34,14 @@ from learning.saving import Contents
 from learning.sharding import named_tensors
 from trainer.policy.scorer import (
     ADAPTER_CONFIG,
+    ADAPTER_PREFIX,
+    ADAPTER_WEIGHTS,
     Scorer,
     TokenScores,
     computes_in_bfloat16,
     load_scorer,
 )
 
-ADAPTER_WEIGHTS = "adapter_model.safetensors"
-_PREFIX = "base_model.model."
-"""Prefix of every name in PEFT's files."""
 _A = ".lora_A.default.weight"
 _B = ".lora_B.default.weight"
 _BASE = ".base_layer."
@@ -102,6 +101,7 @@ def load_policy(config: Config, ranks: Ranks, directory: Path | None = None) -> 
         scorer = load_scorer(
             config.model, ranks, config, directory, max_tokens=config.rollout.context_bound
         )
+        scorer.model.kept.announce()
         _check_published(scorer.model, named_tensors(scorer.model), config, ranks)
         return scorer
     frozen = torch.bfloat16 if computes_in_bfloat16(config.model, ranks) else torch.float32
@@ -111,7 +111,7 @@ def load_policy(config: Config, ranks: Ranks, directory: Path | None = None) -> 
     if not config.lora.publishes_adapter:
         _check_published(scorer.model, base_tensors(named_tensors(scorer.model)), config, ranks)
     if directory is not None:
-        targets = dict(adapter_tensors(named_tensors(scorer.model).items()))
+        targets = dict(adapter_tensors(scorer.model))
         read = from_memory(load_file(directory / ADAPTER_WEIGHTS)) if ranks.is_rank_zero else None
         fill(targets, read, ranks, everywhere=ranks.world_size == 1)
     return scorer
@@ -157,6 +157,13 @@ def _adapted_layers(config: Config, model: Any) -> dict[str, list[str]]:
         if isinstance(module, nn.Linear) and not skipped and not _in_kernel(decoder, name):
             linear.setdefault(path[-1], []).append(f"{inside}.{name}".removeprefix("."))
 
+    if not linear:
+        raise ConfigError(
+            "the decoder of this model has no linear layers, to which an adapter could be added",
+            field="lora.rank",
+            value=lora.rank,
+            remedy="set it to 0, which trains the whole model",
+        )
     unknown = sorted(set(lora.target_modules) - set(linear))
     if unknown:
         raise ConfigError(
@@ -209,9 +216,6 @@ def _insert(config: Config, model: Any, layers: Mapping[str, list[str]]) -> None
     described.target_parameters = [
         f"{name}.weight" for last in layers if last not in by_name for name in layers[last]
     ]
-    inside = _decoder_name(model)
-    # A vision tower's layers have the same numbers: SGLang would mistake them for the decoder's.
-    described.exclude_modules = rf"(?!{re.escape(inside)}\.).*" if "." in inside else None
 
 
 def _in_kernel(decoder: nn.Module, name: str) -> bool:
@@ -241,11 +245,23 @@ def _names_experts(name: str, model: Any) -> bool:
     return name not in (probe.target_modules or ())
 
 
-def adapter_tensors(named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """Yields the adapter's tensors in the model's state, with PEFT's names."""
-    for name, tensor in named:
+def adapter_tensors(model: Any) -> Iterator[tuple[str, Tensor]]:
+    """Yields the adapter's tensors in the model, with PEFT's names."""
+    placed = _placing(model)
+    for name, tensor in named_tensors(model).items():
         if name.endswith((_A, _B)):
-            yield _PREFIX + name.removesuffix(".default.weight") + ".weight", tensor
+            yield ADAPTER_PREFIX + placed(name.removesuffix(".default.weight")) + ".weight", tensor
+
+
+def _placing(model: Any) -> Callable[[str], str]:
+    """Returns a function of names in the model, whose results are those in the model of the files:
+    that is the one to which PEFT adds an adapter, even if only its language model is trained.
+    """
+    if not model.kept.has_more_than(model.config):
+        return lambda name: name
+    own = _decoder_name(model)
+    whole = model.kept.decoder_path
+    return lambda name: whole + name.removeprefix(own)
 
 
 def merged_tensors(
@@ -290,7 +306,7 @@ def base_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def adapter_contents(policy: Any) -> Contents:
     """Returns the contents of a directory in PEFT's format."""
-    tensors = dict(adapter_tensors(named_tensors(policy).items()))
+    tensors = dict(adapter_tensors(policy))
     return Contents(
         tensors, dict.fromkeys(tensors, ADAPTER_WEIGHTS), {ADAPTER_CONFIG: adapter_config(policy)}
     )
@@ -300,6 +316,11 @@ def adapter_config(policy: Any) -> str:
     """Returns the text of PEFT's `adapter_config.json`."""
     written = copy.copy(policy.peft_config["default"])
     written.inference_mode = True
+    placed = _placing(policy)
+    written.target_parameters = [placed(name) for name in written.target_parameters or ()]
+    inside = placed(_decoder_name(policy))
+    # A vision tower's layers have the same numbers: SGLang would mistake them for the decoder's.
+    written.exclude_modules = rf"(?!{re.escape(inside)}\.).*" if "." in inside else None
     if written.target_parameters:
         written.lora_dropout = 0.0  # PEFT knows none for parameters, and a reader needs none
     with TemporaryDirectory(prefix="rlhf-math-") as directory:

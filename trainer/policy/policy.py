@@ -154,7 +154,10 @@ class Policy:
     def snapshots(self, alone: bool) -> dict[str, Snapshot]:
         """Returns the policy's part of a checkpoint, by folder (`Snapshot.take`). A collective."""
         has_adapter = self.config.lora.rank > 0
-        contents = adapter_contents(self.model) if has_adapter else Contents.of(self.model)
+        if has_adapter:
+            contents = adapter_contents(self.model)
+        else:
+            contents = Contents.of(self.model, self.model.kept)
         return {".": Snapshot.take(contents, self.optimizer, self.ranks, alone)}
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:

@@ -32,7 +32,7 @@ def published_weights(model: Any, config: Config, ranks: Ranks) -> Iterator[tupl
         return tensor.detach().to(ranks.device, dtype)
 
     if lora.publishes_adapter:
-        for name, tensor in adapter_tensors(tensors.items()):
+        for name, tensor in adapter_tensors(model):
             yield name, full(published(tensor))
         return
 

@@ -3,14 +3,17 @@
 import json
 import logging
 import warnings
-from collections.abc import Collection, Sequence
-from contextlib import nullcontext
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
@@ -23,6 +26,7 @@ from common.settings.sections import ModelSection, TrainerSection
 from learning.batch_independence import check_batch_independence, fix_rotary_factors
 from learning.context import ContextGroup
 from learning.final_logits import final_logits
+from learning.hub_names import of_language_part
 from learning.layout import Layout, Packing, Padded, layout_for, moved, not_together
 from learning.loading import AddedModules, Pretrained, load
 from learning.ranks import Ranks
@@ -33,8 +37,13 @@ from trainer.policy import checkpoint
 from trainer.policy.logprobs import token_scores
 
 log = logging.getLogger(__name__)
+_UNFIT = (AssertionError, AttributeError, IndexError, RuntimeError, TypeError, ValueError)
+"""Errors of a model's own code that meets what it was not written for."""
 ADAPTER_CONFIG = "adapter_config.json"
 """PEFT's counterpart of a model's `config.json`."""
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
+ADAPTER_PREFIX = "base_model.model."
+"""Prefix of every name in PEFT's files."""
 
 
 def is_adapter(path: str | Path) -> bool:
@@ -67,11 +76,12 @@ def load_model(config: ModelSection, path: str | Path | None = None) -> nn.Modul
         from peft import PeftModel  # slow to import
 
         try:
-            if not (Path(source) / "adapter_model.safetensors").is_file():
+            if not (Path(source) / ADAPTER_WEIGHTS).is_file():
                 raise ValueError("it has no adapter_model.safetensors, the only supported format")
-            adapted = PeftModel.from_pretrained(model, source)
-            # Once more, as only this returns what did not fit.
-            misfits = adapted.load_adapter(source, "default")
+            with own_adapter(source, model) as directory:
+                adapted = PeftModel.from_pretrained(model, directory)
+                # Once more, as only this returns what did not fit.
+                misfits = adapted.load_adapter(directory, "default")
             unfit = [*misfits.unexpected_keys, *misfits.missing_keys]
             if unfit:
                 raise ConfigError(
@@ -87,6 +97,28 @@ def load_model(config: ModelSection, path: str | Path | None = None) -> nn.Modul
             raise cannot_load("adapter", source, error) from None
     assert isinstance(model, nn.Module)
     return model
+
+
+@contextmanager
+def own_adapter(source: str, model: Any) -> Iterator[str]:
+    """Yields a directory with the adapter in `source` for a model that may be only the language
+    model of the one that the adapter is for.
+    """
+    if not model.kept.has_more_than(model.config):
+        yield source
+        return
+    settings = json.loads((Path(source) / ADAPTER_CONFIG).read_text())
+    settings["exclude_modules"] = None
+    parameters = settings.get("target_parameters") or []
+    settings["target_parameters"] = [of_language_part(name) for name in parameters]
+    tensors: dict[str, Tensor] = {}
+    for name, tensor in load_file(Path(source) / ADAPTER_WEIGHTS).items():
+        own_name = of_language_part(name.removeprefix(ADAPTER_PREFIX))
+        tensors[ADAPTER_PREFIX + own_name] = tensor
+    with TemporaryDirectory(prefix="rlhf-math-") as directory:
+        (Path(directory) / ADAPTER_CONFIG).write_text(json.dumps(settings))
+        save_file(tensors, Path(directory) / ADAPTER_WEIGHTS)
+        yield directory
 
 
 def computes_in_bfloat16(config: ModelSection, ranks: Ranks) -> bool:
@@ -192,6 +224,15 @@ def _checked(
 
     try:
         rates = check()
+    except _UNFIT as error:
+        if isinstance(error, torch.OutOfMemoryError | dist.DistError):
+            raise
+        raise ConfigError(
+            f"the code of this model does not compute a made-up sequence: {error}",
+            field="model.name",
+            value=scorer.model.config.name_or_path,
+            remedy="use another model",
+        ) from error
     # A model whose packed rows influence one another may still compute padded ones alone.
     except ConfigError as error:
         if scorer.layout is Padded or settings.packing == "on":

@@ -25,7 +25,10 @@ def static_files(config: Config, model: Any, tokenizer: Any, directory: Path) ->
     if config.lora.publishes_adapter:
         (directory / ADAPTER_CONFIG).write_text(adapter_config(model))
         return [directory / ADAPTER_CONFIG]
-    model.config.save_pretrained(directory)
+    model.kept.saved_config(model.config).save_pretrained(directory)
+    # An engine may start from a version, and wants those of a multimodal model.
+    for name, text in model.kept.texts.items():
+        (directory / name).write_text(text)
     if model.generation_config is not None:
         model.generation_config.save_pretrained(directory)
     return sorted(path for path in directory.iterdir() if path.is_file())

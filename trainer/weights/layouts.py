@@ -27,6 +27,8 @@ _EXPERTS = {
 """Parameters that hold all experts, and the names of each expert's parts in model files."""
 _RENAMED = {".self_attn.proj.": ".self_attn.out_proj."}
 """SGLang's names for modules of vision towers, and their names in model files."""
+_PLACES = {"model.": "model.language_model.", "language_model.": "model.language_model."}
+"""Where SGLang has the language model of a multimodal one, and where its files have it."""
 _VOCABULARY = ("embed_tokens.weight", "lm_head.weight", "position_embedding.weight")
 """Parameters that SGLang pads with rows of zeros."""
 _VOCABULARY_ROWS = 64
@@ -84,12 +86,22 @@ def parts_of(name: str, tensors: Mapping[str, Tensor]) -> list[str]:
     """Returns the names of the tensors that make up an engine's parameter, in order; [] for an
     unknown one.
     """
+    names = [name, *(name.replace(module, file) for module, file in _RENAMED.items())]
+    names += [
+        in_files + name.removeprefix(place)
+        for place, in_files in _PLACES.items()
+        if name.startswith(place)
+    ]
+    for each in names:
+        found = _parts_of(each, tensors)
+        if found:
+            return found
+    return []
+
+
+def _parts_of(name: str, tensors: Mapping[str, Tensor]) -> list[str]:
     if name in tensors:
         return [name]
-    for sglang_module, module in _RENAMED.items():
-        renamed = name.replace(sglang_module, module)
-        if renamed in tensors:
-            return [renamed]
     for fused, parts in _FUSED.items():
         found = [name.replace(fused, part) for part in parts]
         if f".{fused}." in name and all(part in tensors for part in found):

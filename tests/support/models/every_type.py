@@ -10,31 +10,22 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     PretrainedConfig,
 )
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+)
 
 from tests.support.models.families import FAMILIES
 
 TYPES: list[str] = sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 """The model types that `AutoModelForCausalLM` knows."""
-MULTIMODAL = {
-    "gemma3",
-    "gemma4",
-    "gemma4_unified",
-    "llama4",
-    "qwen3_5",
-    "qwen3_5_moe",
-    "qwen4_exp",
-    "dots3_note",
-}
-"""Those whose checkpoints have a vision tower beside a language model of a type of its own."""
-
 _WIDTH = 32
 _HEADS = 4
 _HEAD = 8
@@ -104,6 +95,7 @@ _SHARED = {
     "activation_sparsity_pattern": [0.95, 0.0, 0.0, 0.0],
 }
 """Half of the layers use the keys and values of the others."""
+_LLAMA4 = {"attention_chunk_size": 256}
 SPECIAL: dict[str, dict[str, Any]] = {
     "bamba": {"attn_layer_indices": [1], **_MAMBA},
     "deepseek_v2": {"first_k_dense_replace": 1},
@@ -127,8 +119,21 @@ SPECIAL: dict[str, dict[str, Any]] = {
         "vision_config": {"adapter_in_dim": 32, "adapter_out_dim": 32},
         "audio_config": {"adapter_input_size": 32, "adapter_out_dim": 32},
     },
+    "llama4_text": _LLAMA4,
+    "llama4": {
+        "text_config": _LLAMA4,
+        "vision_config": {
+            "vision_output_dim": _WIDTH,
+            "projector_input_dim": _WIDTH,
+            "projector_output_dim": _WIDTH,
+        },
+    },
     "gemma3n_text": _SHARED,
     "gemma3n": {"text_config": _SHARED},
+    "emu3": {
+        "vocabulary_map": {"<image>": 5, "<|extra_200|>": 6},
+        "vq_config": {"base_channels": 32, "codebook_size": 8, "channel_multiplier": [1]},
+    },
     "gemma4_assistant": {
         "text_config": {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0}
     },
@@ -159,7 +164,6 @@ SPECIAL: dict[str, dict[str, Any]] = {
 }
 """Settings of types that need others than names tell."""
 NO_MODEL = {
-    "gemma3n": "its vision tower needs the package timm",
     "gemma4_assistant": "it drafts for another model, whose states it reads",
     "gemma4_unified_assistant": "it drafts for another model, whose states it reads",
     "musicgen": "its language model reads another config class",
@@ -249,16 +253,31 @@ def write_type(kind: str, directory: Path, seed: int = 0) -> Any:
     }
     tokenizer.save_pretrained(directory)
     if kind in NO_MODEL:
-        AutoConfig.for_model(kind, **SPECIAL.get(kind, {})).save_pretrained(directory)
+        settings = SPECIAL.get(kind) or tiny_settings(AutoConfig.for_model(kind))
+        AutoConfig.for_model(kind, **settings).save_pretrained(directory)
         save_file({}, directory / "model.safetensors", metadata={"format": "pt"})
         return None
     torch.manual_seed(seed)
     config = tiny_config(kind, **ids)
-    auto = AutoModelForImageTextToText if kind in MULTIMODAL else AutoModelForCausalLM
-    model = auto.from_config(config)
+    is_multimodal = kind in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+    auto = AutoModelForImageTextToText if is_multimodal else AutoModelForCausalLM
+    # Its vision tower needs a package that is not installed: the files lack it.
+    lacks_tower = kind == "gemma3n"
+    if lacks_tower:
+        model = AutoModelForCausalLM.from_config(config.get_text_config())
+    else:
+        model = auto.from_config(config)
     # Wide enough that tokens differ in their probabilities.
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.1)
     model.save_pretrained(directory)
+    if lacks_tower:
+        file = directory / "model.safetensors"
+        tensors = {
+            name.replace("model.", "model.language_model.", 1): tensor
+            for name, tensor in load_file(file).items()
+        }
+        save_file(tensors, file, metadata={"format": "pt"})
+        config.save_pretrained(directory)
     return model.eval()

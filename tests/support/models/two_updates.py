@@ -33,13 +33,8 @@ PROMPTS = [
 _CONTEXT = 256
 
 
-async def two_updates(
-    directory: Path, workplace: Path, settings: dict[str, Any]
-) -> list[UpdateMetrics]:
-    """Returns the metrics of two updates of the model in `directory` on answers that the embedded
-    engine sampled.
-
-    Every answer must be of the newest weights. Raises ConfigError when the trainer or the engine
+def policy_of(directory: Path, settings: dict[str, Any]) -> Policy:
+    """Returns the policy of a run from the model in `directory`. Raises ConfigError when the trainer
     refuses the model.
     """
     training = {
@@ -52,7 +47,16 @@ async def two_updates(
     config = from_mapping(
         {"model.name": str(directory), **training, **shape, **context, **settings}
     )
-    policy, tokenizer = Policy(config, Ranks()), load_tokenizer(config.model)
+    return Policy(config, Ranks())
+
+
+async def two_updates(policy: Policy, workplace: Path) -> list[UpdateMetrics]:
+    """Returns the metrics of two updates of the policy on answers that the embedded engine sampled.
+
+    Every answer must be of the newest weights. Raises ConfigError when the engine refuses the model.
+    """
+    config = policy.config
+    tokenizer = load_tokenizer(config.model)
     prompter = Prompter(tokenizer, PromptStyle.of(config), stop_token_ids(policy.model, tokenizer))
     static = static_files(config, policy.model, tokenizer, workplace / "static")
     write_version(policy.weights(), static, workplace / "weights", "run", 0)

@@ -10,7 +10,7 @@ from rich.console import Console
 from common.prompts.prompter import Prompter, PromptStyle
 from common.settings.config import from_mapping, load
 from tests.support.models.families import FAMILIES
-from tests.support.models.two_updates import PROMPTS, two_updates
+from tests.support.models.two_updates import PROMPTS, policy_of, two_updates
 from tests.support.paths import ROOT
 from trainer import train_in_process
 from trainer.observe.run_dir import read_lines
@@ -30,7 +30,8 @@ NAMES = [f"{name}{' without thinking' if settings else ''}" for name, settings i
 async def test_a_family_is_trained_published_and_generated(
     name: str, settings: dict[str, Any], tmp_path: Path
 ) -> None:
-    for metrics in await two_updates(FAMILIES[name].write(tmp_path / "hub"), tmp_path, settings):
+    policy = policy_of(FAMILIES[name].write(tmp_path / "hub"), settings)
+    for metrics in await two_updates(policy, tmp_path):
         assert metrics.trained_tokens > 30
         assert metrics.delta_logprob < NEAR
         assert metrics.grad_norm > 0
