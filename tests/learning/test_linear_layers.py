@@ -70,6 +70,7 @@ def test_any_rows_in_many_calls_and_in_few(
 def test_layers_that_are_computed_again(kept: bool | str) -> None:
     settings = TrainerSection.model_validate({"activation_checkpointing": kept})
     model = hybrid("qwen3_5_text")
+    layout_for(model, "on")
     prepare(model, settings, trained=True, device=torch.device("cpu"))
     model.train()
     assert_same(results(model, Packed, "groups"), alone(hybrid("qwen3_5_text"), "groups"))
@@ -84,6 +85,7 @@ def test_layers_that_are_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     # Only the graphs of dynamo and autograd matter here, so the slow C++ compiler is left out.
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
     model = hybrid("lfm2")
+    layout_for(model, "on")
     settings = TrainerSection(activation_checkpointing=True, compile=True)
     prepare(model, settings, trained=True, device=torch.device("cpu"))
     model.train()
