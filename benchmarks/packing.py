@@ -332,31 +332,28 @@ def main() -> None:
     parser = command_parser("benchmarks.packing", __doc__)
     parser.add_argument("--models", nargs="*", default=list(KINDS), choices=list(KINDS))
     parser.add_argument("--tokens", type=int, default=16_384, help="tokens of a micro-batch")
-    parser.add_argument("--batch", type=int, default=65_536, help="tokens of the batch")
+    parser.add_argument("--batch", type=int, default=16_384, help="tokens of the batch")
     parser.add_argument("--prompt", type=int, default=200, help="tokens of a prompt")
     parser.add_argument("--completion", type=int, default=400, help="mean tokens of a completion")
     options = parser.parse_args()
-    table = figures_table(
-        "predicted, not run: the decoder layers on an H100, uncompiled",
-        ["model", "rows", "tokens computed", "seconds", "MFU"],
-        text_columns=2,
-    )
     rows = groups(options.batch, prompt=options.prompt, completion=options.completion)
     for name in options.models:
+        table = figures_table(
+            f"predicted, not run: the decoder layers of {name} on an H100, uncompiled",
+            ["rows", "tokens computed", "seconds", "MFU"],
+        )
         kind = KINDS[name]
         flops = needed_flops(kind, rows)
         for layout in (Padded, Packed):
             seconds, computed = batch_seconds(kind, rows, layout, options.tokens)
             reached = flops / (BEYOND * seconds) / PEAK
             table.add_row(
-                name,
                 layout.__name__.lower(),
                 f"{computed:,}",
                 f"{BEYOND * seconds:.2f}",
                 f"{100 * reached:.0f} %",
             )
-        table.add_section()
-    Console(width=110).print(table)
+        Console(width=110).print(table)
 
 
 if __name__ == "__main__":

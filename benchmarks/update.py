@@ -20,6 +20,7 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -202,6 +203,8 @@ class Case:
     completion: int
     settings: list[str]
     repeats: int
+    processor: bool = False
+    """Measure processor seconds, which a busy machine does not change."""
 
 
 @dataclass(frozen=True)
@@ -365,7 +368,10 @@ def measure(case: Case) -> Result:
         reference = Reference(policy)
         groups = make_groups(case, load_tokenizer(config.model))
         flops = required_flops(groups, policy.model)
-        seconds = [learn(policy, reference, groups, config)[0] for _ in range(case.repeats + 1)]
+        clock = time.process_time if case.processor else time.perf_counter
+        seconds = [
+            learn(policy, reference, groups, config, clock)[0] for _ in range(case.repeats + 1)
+        ]
         memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         if ranks.device.type == "cuda":
             memory = torch.cuda.max_memory_allocated()
@@ -384,11 +390,15 @@ def write_result(case: dict[str, Any], path: str) -> None:
 
 
 def learn(
-    policy: Policy, reference: Reference, groups: list[Group], config: Config
+    policy: Policy,
+    reference: Reference,
+    groups: list[Group],
+    config: Config,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> tuple[float, UpdateMetrics]:
     """Makes an update on these groups; returns its seconds and metrics."""
     batch = Batch.of([TrainingGroup(group) for group in groups], config, policy.step)
-    start = time.perf_counter()
+    start = clock()
     batch.old_logprobs = policy.logprobs(batch)
     batch.ref_logprobs = reference.logprobs(batch)
     batch.advantages, _ = compute_advantages(batch, config, policy.kl_coef)
@@ -396,7 +406,7 @@ def learn(
     policy.step += 1
     if policy.ranks.device.type == "cuda":
         torch.cuda.synchronize()
-    return time.perf_counter() - start, metrics
+    return clock() - start, metrics
 
 
 def peak(device: torch.device) -> float:
@@ -488,6 +498,11 @@ def main() -> None:
         help="extra settings, another row",
     )
     parser.add_argument(
+        "--processor",
+        action="store_true",
+        help="measure processor seconds, which a busy machine does not change",
+    )
+    parser.add_argument(
         "--trl", action="store_true", help="also measure TRL's step (float32 on a CPU)"
     )
     options = parser.parse_args()
@@ -524,6 +539,7 @@ def compare(options: argparse.Namespace) -> None:
                     completion=options.completion,
                     settings=variant.split(),
                     repeats=options.repeats,
+                    processor=options.processor,
                 )
                 found = _in_process_of_its_own(case, folder)
                 of_trl = ""

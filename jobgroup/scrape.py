@@ -11,10 +11,10 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from operator import attrgetter
 from pathlib import Path
-from typing import Any
 
 import yaml
 
+from common import Json
 from common.errors import ConfigError
 from common.process.cli import CommandParser, fail
 from common.process.security import tls
@@ -61,7 +61,7 @@ def configuration(group: spec.JobGroup, hosts: Mapping[str, str], token_file: st
     """
     local = parse_hosts(hosts.get("JOBGROUP_HOSTS", ""))
     topology = Topology(group=group.name, local_hosts=local)
-    nodes_of_job: dict[str, list[dict[str, Any]]] = {}
+    nodes_of_job: dict[str, list[Json]] = {}
     for task in group.tasks:
         for rank in range(task.num_nodes):
             for job, port in _ports(task, rank):
@@ -77,10 +77,10 @@ def configuration(group: spec.JobGroup, hosts: Mapping[str, str], token_file: st
     return str(yaml.safe_dump(content, sort_keys=False))
 
 
-def _access(token_file: str | None) -> dict[str, Any]:
+def _access(token_file: str | None) -> Json:
     """Returns what Prometheus needs to read the pages: the token, and the authority of TLS."""
     files = tls()
-    found: dict[str, Any] = {}
+    found: Json = {}
     if token_file:
         found["authorization"] = {"credentials_file": token_file}
     if files.certificate:

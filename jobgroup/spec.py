@@ -13,6 +13,7 @@ from typing import Any, Literal, TypeVar
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
+from common import Json
 from common.errors import ConfigError, did_you_mean
 from common.settings import config
 from common.settings.explain import explained
@@ -115,12 +116,12 @@ class _TaskDocument(_Document):
     setup: str | None = None
     num_nodes: int = Field(1, ge=1, le=250)
     workdir: str | None = None
-    resources: dict[str, Any] = {}
+    resources: Json = {}
     envs: dict[str | int, Any] = {}
-    secrets: dict[str, Any] | list[str] = {}
-    volumes: dict[str, Any] = {}
-    file_mounts: dict[str, Any] = {}
-    config: dict[str, Any] = {}
+    secrets: Json | list[str] = {}
+    volumes: Json = {}
+    file_mounts: Json = {}
+    config: Json = {}
 
 
 def load(
@@ -224,7 +225,7 @@ def no_job_group(path: Path, message: str) -> ConfigError:
     return ConfigError(message, field="YAML", value=str(path), remedy=remedy)
 
 
-def _documents(path: Path) -> list[dict[str, Any]]:
+def _documents(path: Path) -> list[Json]:
     try:
         documents = read_yaml_documents(path.read_text(encoding="utf-8"))
     # ValueError: an invalid date
@@ -331,7 +332,7 @@ def _environment(
     """Returns the variables of a task, literally. An empty secret comes from `--secret`, `--env` or
     this environment.
     """
-    values: dict[str, Any] = {str(key): value for key, value in task.envs.items()} | dict(env)
+    values: Json = {str(key): value for key, value in task.envs.items()} | dict(env)
     declared = task.secrets if isinstance(task.secrets, dict) else dict.fromkeys(task.secrets)
     given = {**env, **secrets}
     for key, default in declared.items():

@@ -172,10 +172,11 @@ def unpackable(model: Any) -> str | None:
     if len(linear) == sum(kind in _LINEAR_LAYERS for kind in kinds):
         kinds = [kind for kind in kinds if kind not in _LINEAR_LAYERS]
     layers = set(kinds) - _KNOWN_LAYERS
+    is_stateful = getattr(body, "_is_stateful", False)
     rotates = any(name.endswith("rotary_emb") for name, _ in body.named_modules())
     implementation = config._attn_implementation
     checks = {
-        "it keeps a state from token to token": getattr(body, "_is_stateful", False) and not linear,
+        "it keeps a state from token to token": is_stateful and not (linear or kinds),
         f"it has {', '.join(sorted(layers))} layers": bool(layers),
         "it does not rotate positions": not (rotates or linear),
         "its tokens attend to later tokens": attends_ahead(config),

@@ -15,8 +15,9 @@ kind of layer and with any kernel. The state is what transformers would keep in 
 gradient.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from inspect import getsource, signature
 from typing import Any
 
@@ -263,10 +264,14 @@ def continues_states(body: nn.Module) -> bool | None:
     """Returns whether all linear layers of a model can continue from a state, as most can and those
     of the first Mamba cannot; None for a model without any.
     """
-    found = [getsource(type(mixer).forward) for _, mixer in linear_layers(body)]
-    if not found:
-        return None
-    return all("initial_state" in code or "recurrent_state" not in code for code in found)
+    found = [_continues(type(mixer).forward) for _, mixer in linear_layers(body)]
+    return all(found) if found else None
+
+
+@cache
+def _continues(forward: Callable[..., Any]) -> bool:
+    code = getsource(forward)
+    return "initial_state" in code or "recurrent_state" not in code
 
 
 def _state_argument(mixer: nn.Module) -> str:

@@ -20,7 +20,8 @@ from tests.support.paths import ROOT
 if TYPE_CHECKING:
     from tests.support.browser.browser import Page
 
-# With the default of 700, importing torch and the tests takes a tenth longer.
+# Nothing that the imports make is garbage. With the default of 700 tests take a tenth longer, too.
+gc.disable()
 gc.set_threshold(50_000)
 # Every run has the same examples; `make fuzz` looks for new ones.
 settings.register_profile("repeatable", derandomize="FUZZ_SECONDS" not in os.environ, deadline=None)
@@ -136,6 +137,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_collection_finish() -> None:
     """Collections during the tests skip what the imports made, hundreds of thousands of objects."""
     gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(scope="session")

@@ -22,6 +22,7 @@ import tempfile
 import time
 import uuid
 from collections import defaultdict
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,9 @@ from benchmarks.processes import ROOT
 from benchmarks.true_size.cases import BY_NAME, CASES, Case
 from benchmarks.true_size.meter import Meter, Use
 from common.errors import ServiceError
+from common.models.flow import Traffic, answer_flow
 from common.process.cli import fail, positive
+from common.settings.config import load
 from trainer.observe.run_dir import read_lines
 
 _PLAIN = ROOT / "jobgroup" / "rlhf-math-cpu-jobgroup.yaml"
@@ -230,6 +233,29 @@ def main() -> None:
         _print(case, options, directory, first, last, seconds)
 
 
+def predicted(case: Case, options: Any, directory: Path) -> dict[str, Traffic]:
+    """Returns what is predicted for each task; nothing for episodes."""
+    if case.turns:
+        return {}
+    flow = answer_flow(
+        load(["--config", str(directory / "config.yaml")], {}),
+        case.answer_tokens * options.share,
+        options.ranks,
+        engines=case.engines * options.share,
+        experts_of_token=case.layers * case.top_k,
+    )
+    # The ranks sum the gradients of the model of this rehearsal over gloo, in a ring.
+    model = (directory / "model" / "model.safetensors").stat().st_size
+    of_rank = 2 * (1 - 1 / options.ranks) * model
+    for task, ranks in (("trainer rank 0", 1), ("trainer, other ranks", options.ranks - 1)):
+        flow[task] = replace(
+            flow[task],
+            received=flow[task].received + ranks * of_rank,
+            sent=flow[task].sent + ranks * of_rank,
+        )
+    return flow
+
+
 def _print(
     case: Case,
     options: Any,
@@ -242,10 +268,26 @@ def _print(
     console = Console(width=120)
     table = figures_table(
         f"per step of {case.answer_tokens * options.share / 1e6:.1f} million tokens",
-        ["process", "number", "CPU s", "peak MB", "MB in", "MB out"],
+        [
+            "process",
+            "number",
+            "CPU s",
+            "peak MB",
+            "MB in",
+            "MB out",
+            "predicted: peak",
+            "in",
+            "out",
+        ],
     )
+    flow = predicted(case, options, directory)
     for name, use in sorted(last.items(), key=lambda item: -item[1].cpu_s):
         before = first.get(name, Use())
+        guess = flow.get(name)
+        cells = ["", "", ""]
+        if guess is not None:
+            sizes = (guess.memory, guess.received, guess.sent)
+            cells = [f"{size / 1e6:.0f}" for size in sizes]
         table.add_row(
             name,
             str(use.count),
@@ -253,6 +295,7 @@ def _print(
             f"{use.peak_mb:.0f}",
             f"{(use.received - before.received) / steps / 1e6:.1f}",
             f"{(use.sent - before.sent) / steps / 1e6:.1f}",
+            *cells,
         )
     console.print(table)
 

@@ -19,6 +19,7 @@ _PATIENCE_S = 5.0
 """An engine that has not told its load by then is busy with something else, or hangs."""
 _FRESH_S = 5.0
 """All calls that wait share one look at the engines, for so long at most."""
+_UNKNOWN_CALL = (404, 405)
 _QUEUED_SHARE = 0.25
 """Completions that may wait in an engine, as a share of those that it decodes at once: enough that
 it always has a next one, few enough that another engine can still take them."""
@@ -129,13 +130,13 @@ class Engines:
         """Returns the healthy engines of the router; for a server that is none, its own address."""
         try:
             answer = await self._http.get("/workers", timeout=_PATIENCE_S)
+            if answer.status_code in _UNKNOWN_CALL:
+                self._urls = [""]
+                return self._urls
             workers: list[dict[str, Any]] = answer.json()["workers"]
             return [each["url"].rstrip("/") for each in workers if each["is_healthy"]]
-        except (httpx.TransportError, TimeoutError, OSError):
+        except (httpx.TransportError, TimeoutError, OSError, ValueError, LookupError, TypeError):
             return []
-        except (ValueError, LookupError, TypeError):
-            self._urls = [""]
-            return self._urls
 
 
 class GeneratingClient(Client):

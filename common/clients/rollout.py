@@ -3,8 +3,9 @@
 import asyncio
 import base64
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from concurrent.futures import BrokenExecutor, Executor
+from contextlib import asynccontextmanager
 from functools import partial
 from itertools import chain
 from typing import Any, NotRequired, TypedDict, Unpack
@@ -22,6 +23,8 @@ from common.wire.schemas import Completion, Float32, Int32, UInt8
 log = logging.getLogger(__name__)
 Tokens = Sequence[int] | Int32
 _MAX_EXPERT = 2**15 - 1
+_FEW = 2
+"""Large answers that are received, and that are turned into completions, at a time."""
 _PARSING_S = 0.1
 """Seconds of parsing after which other tasks of the event loop run."""
 
@@ -86,6 +89,13 @@ class RolloutClient(GeneratingClient):
         super().__init__(*arguments, **options)
         self.readers: Executor | None = None
         """Processes that turn answers into completions; None: the event loop does."""
+        self.receives_few = False
+        """Receive few answers at a time, since each is large: the others wait in their connections,
+        where they take no memory of this process."""
+        self._receiving = asyncio.Semaphore(_FEW)
+        self._was_read = asyncio.Event()
+        self._unread = 0
+        """Answers that were received and not turned into completions yet."""
         self._parsing_ends = 0.0
         self._parsing_over = False
 
@@ -100,6 +110,28 @@ class RolloutClient(GeneratingClient):
         """
         name, version = self.adapter or (None, None)  # read once: it changes from another thread
         contents = await self._contents(input_ids, options, name)
+        self._unread += 1
+        try:
+            return await self._read(contents, options, version)
+        finally:
+            self._unread -= 1
+            self._was_read.set()
+
+    @asynccontextmanager
+    async def _room_for_body(self) -> AsyncIterator[None]:
+        if not self.receives_few:
+            yield
+            return
+        async with self._receiving:
+            while self._unread >= _FEW:
+                self._was_read.clear()
+                await self._was_read.wait()
+            yield
+
+    async def _read(
+        self, contents: list[bytes], options: SamplingOptions, version: int | None
+    ) -> list[Completion]:
+        """Returns the completions in the answers to a request."""
         read = partial(
             _completions,
             contents,

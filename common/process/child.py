@@ -36,14 +36,14 @@ def command(words: Sequence[str], stdin: int | None = None, grace_s: float = 0.0
     return [sys.executable, "-I", "-S", launcher.__file__, str(grace_s), given, *words]
 
 
-class Output(Protocol):
+class OutputReader(Protocol):
     """What happens to the output of a child."""
 
     async def copy(self, stream: asyncio.StreamReader) -> None:
         """Takes everything from `stream`, until its end."""
 
 
-class ChildOutput(Output):
+class ChildOutput(OutputReader):
     """The output of a child: appended to a log file and passed on in whole lines.
 
     Args:
@@ -109,7 +109,7 @@ class ChildOutput(Output):
 class Child:
     """A running process group, made by `start`; a task copies its output."""
 
-    def __init__(self, process: asyncio.subprocess.Process, output: Output) -> None:
+    def __init__(self, process: asyncio.subprocess.Process, output: OutputReader) -> None:
         stream = process.stdout or process.stderr
         assert stream is not None
         self.pid = process.pid
@@ -122,7 +122,7 @@ class Child:
     async def start(
         cls,
         words: Sequence[str],
-        output: Output,
+        output: OutputReader,
         *,
         env: Mapping[str, str],
         workdir: Path | None = None,

@@ -264,7 +264,8 @@ class ReplaySection(Section):
     """Completions that the buffer keeps. The oldest groups that were trained on are removed
     first."""
     lease_s: PositiveFloat = 600.0
-    """Seconds after which a group that was handed out and not acknowledged is handed out again."""
+    """Seconds after which a group that was handed out and not acknowledged is handed out again. The
+    trainer has its groups as long as its run lasts: this is for other clients."""
     reuse_ratio: float = Field(0.0, ge=0, lt=1)
     """Share of each batch that comes from prioritised reuse instead of fresh groups, from 0 to
     below 1."""

@@ -10,6 +10,7 @@ from dataclasses import replace
 
 from common.errors import ConfigError
 from common.models import hub
+from common.models.flow import answer_flow
 from common.models.memory import (
     FITS_SHARE,
     ModelShape,
@@ -18,7 +19,7 @@ from common.models.memory import (
     trainer_host_bytes,
     trainer_memory,
 )
-from common.settings.config import load
+from common.settings.config import Config, load
 from jobgroup.doctor.memory import judge_engine, judge_passes, judge_trainer
 from jobgroup.doctor.report import Result, gb
 
@@ -61,6 +62,7 @@ def predict(
     host = gb(trainer_host_bytes(shape, config, gpus, node))
     found = f"{host} on a trainer node of {node} GPUs, while a checkpoint is copied"
     yield Result("CPU memory", "ok", found)
+    yield _flow(shape, config, gpus)
 
     for size in (only_gb,) if only_gb else SIZES:
         room = int(size * 1e9)
@@ -69,6 +71,28 @@ def predict(
             result = replace(result, fix=_changes(shape, env, gpus, room=room))
         yield result
         yield judge_engine(f"engine on {size:g} GB", shape, config, room)
+
+
+def _flow(shape: ModelShape, config: Config, gpus: int) -> Result:
+    """Predicts what a step moves between the tasks, and their host memory, if every answer is as
+    long as it may be and the engines have as many GPUs as the trainer.
+    """
+    answers = config.trainer.batch_size * config.sampling.group_size
+    tokens = answers * config.sampling.max_new_tokens
+    replays = config.trainer.routing_replay
+    flow = answer_flow(
+        config,
+        tokens,
+        gpus,
+        engines=gpus / config.rollout.tensor_parallel_size,
+        experts_of_token=shape.layers * shape.experts_per_token * replays,
+    )
+    parts = [
+        f"{task} {gb(each.received)} in, {gb(each.sent)} out, {gb(each.memory)} of host memory"
+        for task, each in flow.items()
+    ]
+    weights = f"beside {gb(2 * shape.parameters)} of weights to every engine"
+    return Result(f"a step of {tokens:,} tokens", "ok", f"{'; '.join(parts)}; {weights}")
 
 
 def _savings(shape: ModelShape, env: Mapping[str, str], gpus: int) -> Iterator[dict[str, str]]:

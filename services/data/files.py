@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
+from common import Json
 from services.data.rows import MAX_TEXT_CHARS, Row, stop
 
 
@@ -107,7 +108,7 @@ def _read_parquet(path: Path) -> Iterator[Row]:
             yield f"{path.name}, row {number}", with_short_floats(row, types)
 
 
-def with_short_floats(row: dict[str, Any], types: Mapping[str, str]) -> dict[str, Any]:
+def with_short_floats(row: Json, types: Mapping[str, str]) -> Json:
     """Returns a row in which numbers of narrow columns are as somebody wrote them: 0.1 in a float32
     column, which Python reads as 0.10000000149.
 
@@ -152,7 +153,7 @@ def _parse(data: bytes, where: str) -> Any:
         raise ValueError(f"{where}: {error}") from None
 
 
-def _no_same_key(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _no_same_key(pairs: list[tuple[str, Any]]) -> Json:
     content = dict(pairs)
     if len(content) < len(pairs):
         names = [name for name, _ in pairs]

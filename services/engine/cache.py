@@ -68,33 +68,15 @@ class _States(LinearAttentionLayer):  # type: ignore[misc]  # transformers is no
         self.stored: dict[tuple[str, int], Tensor] = {}
         """[rows, …] by kind and number of the state; `rows` is a capacity."""
 
-    def lazy_initialization(
-        self,
-        conv_states: Tensor | None = None,
-        recurrent_states: Tensor | None = None,
-        state_idx: int = 0,
-        conv_kernel_size: int | None = None,
-    ) -> None:
-        # transformers' own method also marks the tensors for torch's compiler, whose import takes
-        # seconds.
-        if conv_states is not None:
-            size = conv_kernel_size or conv_states.shape[-1]
-            self.conv_kernel_size[state_idx] = size
-            self.conv_states[state_idx] = conv_states.new_zeros(*conv_states.shape[:-1], size)
-            self.is_conv_states_initialized[state_idx] = True
-        if recurrent_states is not None:
-            self.recurrent_states[state_idx] = torch.zeros_like(recurrent_states)
-            self.is_recurrent_states_initialized[state_idx] = True
-
     def begin(self, rows: Tensor | slice | None) -> None:
         """Gives the pass the states of `rows`; with None its rows begin without any."""
-        for kind in _STATES:
-            for index in range(self.number_of_states):
+        for index in range(self.number_of_states):
+            for kind in _STATES:
                 stored = self.stored.get((kind, index))
                 states = None if rows is None or stored is None else stored[rows]
                 getattr(self, kind)[index] = states
                 getattr(self, f"is_{kind}_initialized")[index] = states is not None
-        self.has_previous_state = dict.fromkeys(self.has_previous_state, rows is not None)
+            self.has_previous_state[index] = rows is not None
 
     def end(self, rows: Tensor | slice, owners: Tensor | None, capacity: int) -> None:
         """Stores the states of the pass, or those of its rows `owners`, in `rows`."""
@@ -339,11 +321,12 @@ class SlotCache(Cache):  # type: ignore[misc]  # transformers is not typed
 
     def bytes_per_row(self, columns: int) -> int:
         """Returns the bytes of a row of so many columns; known after the first pass."""
-        size = sum(
-            columns * each.shape[1] * each.shape[3] * each.element_size()
-            for each in self._keys_and_values()
-        )
-        return size + sum(states[0].numel() * states.element_size() for states in self._states())
+        total = 0
+        for each in self._keys_and_values():
+            total += columns * each.shape[1] * each.shape[3] * each.element_size()
+        for states in self._states():
+            total += states[0].numel() * states.element_size()
+        return total
 
     def allocate(self, rows: int, columns: int) -> None:
         """Allocates storage for this many rows and columns, which then neither moves nor grows."""

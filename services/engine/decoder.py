@@ -28,8 +28,8 @@ from services.engine.sampling import Inputs, sample
 
 log = logging.getLogger(__name__)
 _KV_SHARE = 0.3
-"""Share of a GPU's free memory that the cache may take; a trainer on the same GPU needs the rest.
-"""
+"""Share of a GPU's free memory that the cache may take; a trainer on the same GPU needs the
+rest."""
 _PROBE = 24
 """Tokens of the made-up sequences of the check at the start."""
 _ALIGNED = 64
@@ -57,7 +57,8 @@ class Decoder:
         self.config = module.config.get_text_config()
         weight = module.get_input_embeddings().weight
         self.device: torch.device = weight.device
-        self.cache = SlotCache(self.config, self.device, weight.dtype)
+        with _refusing(self.config.model_type):
+            self.cache = SlotCache(self.config, self.device, weight.dtype)
         self._low_precision = weight.dtype != torch.float32
         self._accepted = signature(module.forward).parameters.keys()
         self.blocks: BlockPasses | None = None
@@ -116,7 +117,7 @@ class Decoder:
 
     def _try(self) -> None:
         """Computes made-up sequences, without random numbers or CUDA graphs, and compares."""
-        try:
+        with _refusing(self.config.model_type):
             self._check_steps()
             self._try_routers([[0], [0, 0, 0]])
             check_batch_independence(
@@ -128,19 +129,6 @@ class Decoder:
             )
             if self.blocks is not None:
                 self.blocks.check(self.module.get_input_embeddings().num_embeddings)
-        except Exception as error:
-            said = error.message if isinstance(error, ConfigError) else described(error)
-            advice = error.remedy if isinstance(error, ConfigError) else remedy(error)
-            # With more memory the model may run; with another error it never will.
-            out_of_memory = isinstance(error, torch.OutOfMemoryError)
-            kind = ConfigError if out_of_memory else UnfitModel
-            raise kind(
-                f"the embedded engine cannot run this model: {said}",
-                field="--model-path",
-                value=self.config.model_type,
-                remedy=advice,
-                code=UnfitModel.code,
-            ) from error
 
     def _check_steps(self) -> None:
         """Checks that prompts of different lengths, and steps after them, compute what transformers
@@ -403,6 +391,25 @@ class Decoder:
             outputs = module(input_ids=tokens, attention_mask=mask, use_cache=True, **accepted)
         cache.end()
         return outputs
+
+
+@contextmanager
+def _refusing(kind: str) -> Iterator[None]:
+    """Turns errors inside the context into those of a model of this kind that does not run here."""
+    try:
+        yield
+    except Exception as error:
+        said = error.message if isinstance(error, ConfigError) else described(error)
+        advice = error.remedy if isinstance(error, ConfigError) else remedy(error)
+        # With more memory the model may run; with another error it never will.
+        refusal = ConfigError if isinstance(error, torch.OutOfMemoryError) else UnfitModel
+        raise refusal(
+            f"the embedded engine cannot run this model: {said}",
+            field="--model-path",
+            value=kind,
+            remedy=advice,
+            code=UnfitModel.code,
+        ) from error
 
 
 def _by_prompt(routers: Routers, lengths: Sequence[int]) -> list[Experts]:

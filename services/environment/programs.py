@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Self
 
 from common.errors import ConfigError
-from common.process.child import Child, Output
+from common.process.child import Child, OutputReader
 from common.process.security import SecretRedactor, tls
 from services.environment.environments import FIELD
 from services.environment.outcome import EnvironmentLost, EpisodeFailed
@@ -116,7 +116,7 @@ def _remove_if_left(root: Path) -> None:
         os.close(lock)
 
 
-class _Tail(Output):
+class _Tail(OutputReader):
     """Keeps the end of the output."""
 
     def __init__(self) -> None:

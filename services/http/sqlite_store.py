@@ -18,6 +18,7 @@ from typing import Any, ClassVar
 
 import xxhash
 
+from common import Json
 from common.errors import ConfigError
 from common.process.storage import StorageFailed
 from common.wire.store_mark import StoreMark
@@ -237,7 +238,7 @@ class SqliteStore:
             pass
         return self.mark
 
-    def answer_to(self, call: str, request_id: str) -> dict[str, Any]:
+    def answer_to(self, call: str, request_id: str) -> Json:
         """Returns what is remembered of a request; empty when it is new."""
         query = "SELECT call, request, answer, seal FROM answers WHERE call = ? AND request = ?"
         with self.errors():
@@ -245,10 +246,10 @@ class SqliteStore:
             if row is None:
                 return {}
             *_, text = unsealed(row, f"the answer to {call} {request_id}")
-        answer: dict[str, Any] = json.loads(text)
+        answer: Json = json.loads(text)
         return answer
 
-    def remember(self, call: str, request_id: str, answer: dict[str, Any]) -> None:
+    def remember(self, call: str, request_id: str, answer: Json) -> None:
         """Stores the answer to a request, within the caller's transaction."""
         self.db.execute(
             "INSERT INTO answers (call, request, answer, seal) VALUES (?, ?, ?, ?) ON CONFLICT DO "

@@ -62,6 +62,10 @@ class SampledBlobs:
     weights: Float32
 
 
+_AS_LONG_AS_THE_RUN_S = 1e12
+"""A lease of so many seconds does not end by time."""
+
+
 def join(blobs: list[bytes], **extra: object) -> bytes:
     """Returns a msgpack document with the encoded groups, which are not decoded, and the extra
     fields.
@@ -95,7 +99,8 @@ class ReplayBuffer:
         # The monotonic clock does not survive a restart, so it is shifted to give every stored
         # lease its full length again. Rewriting the leases instead would fail on a full disk.
         first = self.store.next_expiry()
-        ahead = 0.0 if first is None else first - self.lease_s - clock()
+        has_end = first is not None and first < _AS_LONG_AS_THE_RUN_S
+        ahead = first - self.lease_s - clock() if first is not None and has_end else 0.0
         self.clock: Callable[[], float] = lambda: clock() + ahead
         self.runs = CurrentRun(self.store.runs())
 
@@ -132,8 +137,8 @@ class ReplayBuffer:
         return self.store.add(rows, self.capacity)
 
     def take(self, request: TakeRequest) -> Lease | None:
-        """Leases the first `count` fresh groups, ordered by (weight version, position, id), for
-        `lease_s` seconds.
+        """Leases the first `count` fresh groups, ordered by (weight version, position, id): to a
+        run for as long as it is the current one, to other clients for `lease_s` seconds.
 
         Returns None when there are fewer. A retry with the same request id gets the same groups as
         long as they are leased to it, and none after that.
@@ -148,7 +153,10 @@ class ReplayBuffer:
                 value=request.count,
                 remedy="take fewer groups at once, or raise replay.capacity",
             )
-        return self.store.take(request, self.clock(), self.lease_s)
+        # How long an update takes, or dynamic sampling looks for further groups, is no matter of
+        # time; the groups of a run that ended are given back when the next one begins.
+        lease_s = _AS_LONG_AS_THE_RUN_S if request.run_id else self.lease_s
+        return self.store.take(request, self.clock(), lease_s)
 
     def next_expiry_s(self) -> float | None:
         """Returns the seconds until the first lease ends; None without leases."""

@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from common import Json
 from services.sandbox.values import decoded, encoded
 
 CaseStatus = Literal[
@@ -45,10 +46,10 @@ class Case:
     outside.
     """
 
-    request: dict[str, Any]
+    request: Json
     expected: Any = None
     comparison: Comparison = "=="
-    test: dict[str, Any] | None = None
+    test: Json | None = None
     """A test in Python, which enters the sandbox when the program has its process."""
     imports: frozenset[str] = frozenset()
     """Modules that a test in Python imports."""
@@ -62,7 +63,7 @@ class Case:
             return len(self.expected.encode("utf-8", "replace"))
         return len(json.dumps(encoded(self.expected)))
 
-    def verdict(self, done: dict[str, Any]) -> CaseResult:
+    def verdict(self, done: Json) -> CaseResult:
         """Returns the result of the case from the sandbox's report."""
         status = done["status"]
         seconds = float(done["seconds"])

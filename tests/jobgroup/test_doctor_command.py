@@ -126,6 +126,7 @@ def test_the_plan_of_a_model_says_what_fits_and_what_to_change(
     assert main(plan_of_7b(tmp_path, "--gpus", "8")) == 0
     out = capsys.readouterr().out
     assert "ok    trainer: 15.2 GB on each of 8 GPUs between updates; answers of 512 tokens" in out
+    assert "ok    a step of 16,384 tokens: router 0.7 MB in, 0.7 MB out" in out
     assert "FAIL  trainer on 24 GB: does not fit: 27.2 GB of 24.0 GB on each of 8 GPUs with" in out
     fastest = "65.9 GB of 80.0 GB on each of 8 GPUs with activation_checkpointing selective, reshard_after_forward false, micro_batch_tokens 8192"
     assert f"ok    trainer on 80 GB: {fastest}" in out
@@ -141,7 +142,8 @@ def test_the_change_that_the_plan_names_makes_it_fit(
     words = plan_of_7b(tmp_path, "--gpus", "8", "--gpu-memory-gb", "24", "--json")
     assert main(words) == 1
     checks = {check["name"]: check for check in json.loads(capsys.readouterr().out)["checks"]}
-    change = checks["trainer on 24 GB"]["fix"].rpartition(" (")[0]
+    tight, _, change = checks["trainer on 24 GB"]["fix"].rpartition(" (")[0].partition("; or ")
+    assert "OPTIMIZER__MOMENTS=bfloat16" in tight
     assert "OFFLOAD_OPTIMIZER" in change
     assert main([*words, *change.split()]) == 0
 

@@ -2,6 +2,8 @@
 results of each row alone."""
 
 import json
+import math
+from copy import deepcopy
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,6 +22,7 @@ from learning.linear_layers import LinearLayer, StateRows, continues_states
 from learning.ranks import Ranks
 from learning.sharding import prepare
 from services.critic.model import ValueModel
+from tests.support.batches.groups import VOCABULARY
 from tests.support.batches.sharding import run_cases
 from tests.support.models.rows_alone import ROWS, alone, assert_same, results, rows, sizes
 from tests.support.models.tiny_models import HYBRIDS, make, write
@@ -132,6 +135,17 @@ def test_values_are_the_same_packed_and_padded() -> None:
         assert model.layout is (Packed if packing == "on" else Padded)
         values.append(model.layout.of(*rows("mixed")).hidden(module))
     torch.testing.assert_close(values[0], values[1], atol=1e-5, rtol=1e-4)
+
+
+def test_a_copy_computes_with_its_own_weights() -> None:
+    model = hybrid("lfm2")
+    expected = results(model, Packed, "groups")
+    copied = deepcopy(model)
+    torch.nn.init.zeros_(copied.get_output_embeddings().weight)
+    assert_same(results(model, Packed, "groups"), expected)
+    uniform = torch.full_like(expected["logprobs"], -math.log(VOCABULARY))
+    torch.testing.assert_close(results(copied, Packed, "groups")["logprobs"], uniform)
+    assert copied.model.layers[0].conv.in_proj.weight.grad is not None
 
 
 def test_several_ranks_cannot_compute_their_rows_together() -> None:

@@ -36,8 +36,6 @@ _C = TypeVar("_C", bound=Client)
 _READ_APART_TOKENS = 1 << 20
 """A process of its own reads the engines' answers if those of a step have so many tokens: in rank 0
 they would take Python's lock for .3 s, and the update beside it would wait."""
-_LENGTH_WITH_EXPERTS = 64
-"""How many times as long answers with the experts of their tokens are."""
 
 
 class JobGroupBackend(Backend):
@@ -165,10 +163,12 @@ def _clients(config: Config, topology: Topology, context: BackendContext) -> Ser
     )
     sampling = config.sampling
     tokens = config.trainer.batch_size * sampling.group_size * sampling.max_new_tokens
-    if config.trainer.routing_replay:
-        tokens *= _LENGTH_WITH_EXPERTS
-    if tokens >= _READ_APART_TOKENS:
-        services.rollout.readers = context.stack.enter_context(helper_processes(1))
+    # With the experts of its tokens an answer is a hundred times as long.
+    replays = config.trainer.routing_replay
+    if tokens >= (_READ_APART_TOKENS // 100 if replays else _READ_APART_TOKENS):
+        readers = helper_processes(2 if replays else 1)
+        services.rollout.receives_few = replays
+        services.rollout.readers = context.stack.enter_context(readers)
     services.rollout.repeats_prompt = config.rollout.engine == "sglang"
     services.rollout.seeds_apart = config.reproducible and config.rollout.engine == "sglang"
     if config.algorithm.needs_critic and config.critic.location == "server":

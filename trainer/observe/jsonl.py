@@ -5,9 +5,11 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 import orjson
+
+from common import Json
 
 _SHOWN_DAMAGE = 3
 _TAIL_BYTES = 4 << 20
@@ -87,7 +89,7 @@ class JsonlReader(Generic[T]):
             self.unreadable = error.strerror or str(error)
 
 
-def last_steps(path: Path, count: int) -> list[dict[str, Any]]:
+def last_steps(path: Path, count: int) -> list[Json]:
     """Returns the last whole lines that belong to a step; damaged ones are left out."""
     reader = JsonlReader(path, parsed)
     with suppress(OSError):
@@ -97,7 +99,7 @@ def last_steps(path: Path, count: int) -> list[dict[str, Any]]:
     return list(deque(found, maxlen=count))
 
 
-def parsed(line: bytes) -> dict[str, Any]:
+def parsed(line: bytes) -> Json:
     """Returns the object of a line, which may have NaN. Raises ValueError."""
     try:
         content = orjson.loads(line)

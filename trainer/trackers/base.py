@@ -7,6 +7,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
 
+from common import Json
 from common.errors import ConfigError
 from common.process.imports import import_callable
 from common.settings.sections import TrackersSection
@@ -33,7 +34,7 @@ class RunInfo:
     project: str
     directory: Path
     """Folder for the tracker's files: `trackers` in the run directory."""
-    config: dict[str, Any]
+    config: Json
     """Resolved configuration by section: the hyperparameters."""
     step: int
     """The run continues after this step; later tracked steps belong to an interrupted attempt."""
@@ -100,9 +101,9 @@ def check(settings: TrackersSection) -> None:
         )
 
 
-def flatten(values: Mapping[str, Any], separator: str = ".") -> dict[str, Any]:
+def flatten(values: Mapping[str, Any], separator: str = ".") -> Json:
     """Returns the values of nested mappings by their joined names."""
-    found: dict[str, Any] = {}
+    found: Json = {}
     for name, value in values.items():
         if isinstance(value, Mapping) and value:
             for part, item in flatten(value, separator).items():

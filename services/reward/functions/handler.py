@@ -5,13 +5,14 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
+from common import Json
 from common.errors import ConfigError
 from common.process.imports import import_callable
 from services.reward.functions.base import RewardFunction, WrongScores, reason_of
 from services.reward.functions.plain import PlainFunction
 
 
-def prepare(arguments: dict[str, Any]) -> Callable[[], Callable[[str], str]]:
+def prepare(arguments: Json) -> Callable[[], Callable[[str], str]]:
     """Imports reward functions, and returns a function that creates a worker's handler, which calls
     one of them.
 
@@ -21,7 +22,7 @@ def prepare(arguments: dict[str, Any]) -> Callable[[], Callable[[str], str]]:
     Raises:
         RuntimeError: an import path does not name a reward function.
     """
-    specs: list[dict[str, Any]] = arguments["functions"]
+    specs: list[Json] = arguments["functions"]
     try:
         targets = [import_callable(spec["target"], "reward.functions") for spec in specs]
     except ConfigError as error:
@@ -47,7 +48,7 @@ def prepare(arguments: dict[str, Any]) -> Callable[[], Callable[[str], str]]:
     return make
 
 
-def _made(target: Any, spec: dict[str, Any]) -> RewardFunction:
+def _made(target: Any, spec: Json) -> RewardFunction:
     try:
         function = target(**spec["arguments"]) if isinstance(target, type) else target
     except Exception as error:

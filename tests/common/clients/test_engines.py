@@ -91,17 +91,21 @@ async def test_progress_is_a_token_and_no_longer_queue() -> None:
 
 
 @pytest.mark.integration
-async def test_answers_may_queue_for_longer_than_the_limit_while_the_engine_generates() -> None:
-    """The collector's 512 groups of a step, sent at once to an engine with 64 slots."""
-    limit_s = 3.0
+@pytest.mark.parametrize(
+    ("groups", "limit_s"), [(128, 3.0), pytest.param(512, 12.0, marks=pytest.mark.slow)]
+)
+async def test_answers_may_queue_for_longer_than_the_limit_while_the_engine_generates(
+    groups: int, limit_s: float
+) -> None:
+    """The groups of a step, sent at once to an engine that decodes an eighth of them."""
     async with (
-        modelled(slots=64, step_s=0.05) as served,
+        modelled(slots=groups // 8, step_s=limit_s / 60) as served,
         RolloutClient("rollout-server", served.url, deadline_s=limit_s) as client,
     ):
         began = time.monotonic()
         others = progress.of_others()
-        answers = await asyncio.gather(*(client.answers([1], **ONE) for _ in range(512)))
-        assert len(answers) == 512
+        answers = await asyncio.gather(*(client.answers([1], **ONE) for _ in range(groups)))
+        assert len(answers) == groups
         assert time.monotonic() - began > 2 * limit_s
         assert progress.of_others() > others, "the training loop sees that the engines work"
 
@@ -192,7 +196,7 @@ async def test_a_request_that_no_engine_has_is_sent_again(monkeypatch: pytest.Mo
         async with RolloutClient("rollout-server", url, deadline_s=60) as client:
             async with asyncio.timeout(30):
                 await client.answers([1], **ONE)
-        assert calls == 2
+        assert calls >= 2
         await runner.cleanup()
 
 
@@ -203,15 +207,18 @@ async def test_a_request_that_makes_engines_crash_is_not_repeated_for_ever() -> 
 
     async def respond(request: httpx.Request) -> httpx.Response:
         nonlocal attempts, tokens
-        if request.url.path != "/generate":
+        if request.url.path == "/workers":
+            return httpx.Response(404)
+        if request.url.path == "/v1/loads":
             tokens += 1
             return httpx.Response(200, json={"loads": [load(1, 0, computed_tokens=tokens)]})
         attempts += 1
-        await asyncio.sleep(0.8)
+        await asyncio.sleep(0.65 * limit_s)  # two looks
         return httpx.Response(502)
 
+    limit_s = 4.0
     transport = httpx.MockTransport(respond)
-    async with RolloutClient("router", "http://x", transport=transport, deadline_s=LIMIT_S) as made:
+    async with RolloutClient("router", "http://x", transport=transport, deadline_s=limit_s) as made:
         with pytest.raises(Unreachable):
             await made.answers([1], **ONE)
     assert 3 <= attempts <= 5

@@ -1,17 +1,19 @@
 """A process of its own reads the engines' answers; the event loop only passes them on."""
 
+import asyncio
 import os
 import pathlib
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
 import httpx
 import numpy as np
+import orjson
 import pytest
 
 from common.clients import rollout
@@ -88,3 +90,39 @@ def test_readers_end_with_a_process_that_is_killed() -> None:
                 return
         time.sleep(0.05)
     assert not pathlib.Path(f"/proc/{reader}").exists()
+
+
+class Counted(httpx.AsyncByteStream):
+    """A body that tells how many are received at once."""
+
+    def __init__(self, body: bytes, at_once: list[int]) -> None:
+        self._body = body
+        self._at_once = at_once
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        self._at_once[0] += 1
+        self._at_once[1] = max(self._at_once)
+        await asyncio.sleep(0.01)
+        self._at_once[0] -= 1
+        yield self._body
+
+
+@pytest.mark.parametrize(("few", "most"), [(True, 2), (False, 8)])
+async def test_few_large_answers_are_received_at_once(few: bool, most: int) -> None:
+    ids = [1, 2]
+    meta = {
+        "finish_reason": {"type": "stop"},
+        "output_token_logprobs": [[-1.0, token, None] for token in ids],
+        "weight_version": "3",
+    }
+    body = orjson.dumps({"text": "", "output_ids": ids, "meta_info": meta})
+    at_once = [0, 0]
+    transport = httpx.MockTransport(lambda _: httpx.Response(200, stream=Counted(body, at_once)))
+    async with RolloutClient("router", "http://router", transport=transport) as client:
+        client.receives_few = few
+        asked = [
+            client.generate([1], n=1, max_new_tokens=2, temperature=1.0, stop_token_ids=[])
+            for _ in range(8)
+        ]
+        assert len(await asyncio.gather(*asked)) == 8
+    assert at_once[1] == most

@@ -197,6 +197,20 @@ class TestLease:
         )  # nothing arrives: the expired lease itself wakes the call
         assert ids(again.groups) == ids(first.groups)
 
+    async def test_a_run_has_its_groups_as_long_as_it_lasts(
+        self, client: ReplayClient, make_group: MakeGroup
+    ) -> None:
+        """An update may take longer than a lease, and so may dynamic sampling."""
+        await client.reset_fresh(run_id="run-1")
+        await client.add([make_group("a"), make_group("b")])
+        await client.take(take(1, "run-1-take-1", run_id="run-1"))
+        await asyncio.sleep(0.3)
+        assert (await client.stats())["leased"] == 1
+        others = await client.take(take(1, "run-1-take-2", run_id="run-1"))
+        assert ids(others.groups) == ["b"]
+        await client.reset_fresh(run_id="run-2")
+        assert (await client.stats())["leased"] == 0
+
     async def test_an_acknowledged_group_stays_consumed(
         self, client: ReplayClient, make_group: MakeGroup
     ) -> None:
@@ -399,7 +413,8 @@ def test_a_copy_of_a_take_that_arrives_after_its_end_leases_nothing(
     path = tmp_path / "replay.db"
     buffer = ReplayBuffer(ReplaySection(), path, clock=lambda: now)
     buffer.add([make_group("old", version=0)])
-    copied = take(2, "run-1-take-1", run_id="run-1", min_version=1)
+    run_id = "" if end == "expired" else "run-1"  # a run has its groups as long as it lasts
+    copied = take(2, "run-1-take-1", run_id=run_id, min_version=1)
     if end == "empty":
         assert buffer.take(copied) is None
         assert buffer.store.end_take(copied.request_id).evicted == 1

@@ -188,8 +188,8 @@ def test_the_enumerations_of_transformers_are_accepted(name: str, value: Enum, f
     )
 
 
-@pytest.mark.parametrize("kind", [TrainerConfig, GRPOConfig])
-def test_a_value_of_the_wrong_type_is_refused_by_name(kind: type[TrainerConfig]) -> None:
+def test_a_value_of_the_wrong_type_is_refused_by_name() -> None:
+    """GRPOConfig has all fields of TrainerConfig, and validates them in the same way."""
     strange = [
         object(),
         "x",
@@ -209,10 +209,10 @@ def test_a_value_of_the_wrong_type_is_refused_by_name(kind: type[TrainerConfig])
         3j,
     ]
     refused = []
-    for name in {*ARGUMENTS, *kind.model_fields}:
+    for name in {*ARGUMENTS, *GRPOConfig.model_fields}:
         for value in strange:
             try:
-                kind(**{"use_gpu": False, name: value})
+                GRPOConfig(**{"use_gpu": False, name: value})
             except ConfigError as error:
                 refused.append(error)
     assert len(refused) > 1000

@@ -238,7 +238,7 @@ def test_ppo_learns_a_critic_and_resumes_with_it(
         "--sampling.group_size",
         "1",
         "--trainer.batch_size",
-        "16",
+        "8",
     )
     train_in_process(unbroken, quiet())
     lines = metrics(unbroken)
@@ -260,7 +260,7 @@ def test_ppo_learns_a_critic_and_resumes_with_it(
                 "--sampling.group_size",
                 "1",
                 "--trainer.batch_size",
-                "16",
+                "8",
             ),
             directory=place,
         )

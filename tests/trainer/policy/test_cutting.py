@@ -15,6 +15,7 @@ from learning.layout import Packed, Padded
 from learning.ranks import Ranks
 from tests.support.batches.groups import off_policy_groups, whole
 from trainer.policy.policy import Policy
+from trainer.policy.update_metrics import Sums
 
 GROUPS = st.lists(
     st.tuples(st.integers(1, 40), st.lists(st.integers(0, 60), min_size=1, max_size=8)),
@@ -179,6 +180,22 @@ class Sharded(Alone):
     @property
     def sharded(self) -> bool:
         return True
+
+
+def test_a_pass_takes_a_shared_prompt_once_and_padding_too() -> None:
+    groups = [(3, [2, 4]), (5, [2])]
+    assert sizes_of(groups, shared=True).together(np.arange(3)) == 3 + 1 + 3 + 5 + 1
+    assert sizes_of(groups, shared=True).together(np.array([1, 2])) == 3 + 3 + 5 + 1
+    assert sizes_of(groups, shared=False).together(np.arange(3)) == 3 * 6
+
+
+def test_passes_are_compared_with_those_of_rows_that_can_be_cut() -> None:
+    sums = Sums()
+    sums.add_passes([60, 60, 60], room=100)
+    assert sums.metrics([1.0], 0.0, 0.0, skipped=0, stopped=False).pass_fill == pytest.approx(2 / 3)
+    sums.add_passes([30], room=100)  # the last pass of a mini-batch is never called half empty
+    assert sums.metrics([1.0], 0.0, 0.0, skipped=0, stopped=False).pass_fill == pytest.approx(3 / 4)
+    assert Sums().metrics([], 0.0, 0.0, skipped=0, stopped=False).pass_fill == 1
 
 
 def idle(kind: type[Ranks]) -> Ranks:

@@ -132,6 +132,30 @@ def test_micro_batches_do_not_change_the_update(
         torch.testing.assert_close(many[name], expected, atol=2e-5, rtol=0, msg=name)
 
 
+def test_an_update_measures_how_full_its_passes_are(config: Config, groups: list[Group]) -> None:
+    batch = whole(groups, config)
+    sizes = batch.sizes(shared=True)
+    rows = np.flatnonzero([row.any() for row in known(batch.advantages)])
+
+    def passes(room: int) -> tuple[int, int]:
+        """Returns the passes of rows that are whole, and of rows that could be cut."""
+        tokens = 0
+        parts = micro_batches(sizes, rows, Ranks(), max_tokens=room)
+        for part in parts:
+            own = [batch.rows[i] for i in part.tolist()]
+            tokens += sum({row.prompt: row.prompt_tokens for row in own}.values())
+            tokens += sum(row.completion_tokens - 1 for row in own)
+        return len(parts), -(-tokens // room)
+
+    longest = int(sizes.totals.max())
+    found = {room: passes(room) for room in range(longest, 3 * longest)}
+    room = max(found, key=lambda each: found[each][0] / found[each][1])
+    config.trainer.micro_batch_tokens = room
+    metrics = Policy(config, Ranks()).update(batch).metrics
+    assert metrics.pass_fill == pytest.approx(found[room][1] / found[room][0])
+    assert metrics.pass_fill < 0.9
+
+
 @pytest.mark.parametrize("size", [1, 3])
 def test_micro_batch_size_limits_the_completions(
     config: Config, groups: list[Group], monkeypatch: pytest.MonkeyPatch, size: int

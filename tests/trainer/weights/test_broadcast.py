@@ -209,7 +209,7 @@ def test_a_transfer_whose_thread_ends_is_a_failed_transfer() -> None:
     group = Exiting([worker], Rendezvous("127.0.0.1"), 5.0)
     transfer = Transfer(group, [torch.zeros(1, dtype=torch.uint8)])
     transfer.put(0)
-    assert str(transfer.done.exception()) == "in the middle of a broadcast"
+    assert str(transfer.done.exception()) == "SystemExit: in the middle of a broadcast"
 
 
 def test_a_server_whose_thread_dies_ends_the_wait_for_the_nodes(
