@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from common.errors import ConfigError
 from common.settings.config import Config, load
+from learning.kept import Kept
 from learning.ranks import Ranks
 from services.engine.adapters import AdapterRegistry
 from services.engine.model import Model
@@ -190,6 +191,7 @@ def test_a_run_samples_from_the_policy_that_it_trains(
 def adapted(kind: str, config: Config, **more: Any) -> tuple[set[str], dict[str, Any]]:
     """Returns the last names of a tiny model's layers with an adapter, and what describes it."""
     model = make(kind, **more)
+    model.kept = Kept(model.config)  # as loading leaves it
     NewAdapter(config, torch.float32).change(model)
     names = {
         name.removesuffix(".lora_A.default.weight").rpartition(".")[2]
