@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForImageTextToText
+from transformers import AutoModelForMultimodalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING
 
 from common.errors import ConfigError
@@ -86,7 +86,7 @@ class Kept:
         """
         try:
             with torch.device("meta"):
-                whole: Any = AutoModelForImageTextToText.from_config(self.config)
+                whole: Any = AutoModelForMultimodalLM.from_config(self.config)
         except ImportError as error:
             raise ConfigError(
                 f"an adapter is for the whole model, which transformers cannot build: {error}",

@@ -208,7 +208,9 @@ class LinearLayer:
     def _with_rows(self, *inputs: Any, state_rows: StateRows | None = None, **options: Any) -> Any:
         # Not every decoder layer passes its options on.
         self._rows = state_rows
-        return self._layer_forward(*inputs, **options)
+        result = self._layer_forward(*inputs, **options)
+        self._rows = None
+        return result
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch is not typed here
     def _by_rows(self, hidden_states: Tensor, **options: Any) -> Any:
@@ -256,8 +258,13 @@ def linear_layers(body: nn.Module) -> list[tuple[nn.Module, nn.Module]]:
 def compute_by_rows(body: nn.Module) -> None:
     """Makes every linear layer of a model compute rows where the model is given `state_rows`."""
     for layer, mixer in linear_layers(body):
-        if not isinstance(getattr(mixer.forward, "__self__", None), LinearLayer):
+        if not is_by_rows(layer):
             LinearLayer(layer, mixer)
+
+
+def is_by_rows(layer: nn.Module) -> bool:
+    """Whether `compute_by_rows` has changed this decoder layer."""
+    return isinstance(getattr(layer.forward, "__self__", None), LinearLayer)
 
 
 def continues_states(body: nn.Module) -> bool | None:

@@ -154,7 +154,7 @@ class AdapterRegistry:
                 and base.shape == lora_b.shape[:1] + tensor.shape[1:]
             )
             if lora_b is None or not fits:
-                raise _unusable(f"{name} does not fit the model", path)
+                raise _unusable(f"the adapter does not fit the model: {name}", path)
             factors[weight] = (tensor, lora_b)
         if not factors or len(tensors) != 2 * len(factors):
             raise _unusable("the tensors are not pairs of lora_A and lora_B", path)

@@ -121,10 +121,16 @@ def logits_of(policy: Policy) -> str:
     return ", ".join(found) or "as they are"
 
 
+def table() -> list[str]:
+    """Returns the lines of the table, without its head."""
+    text = PAGE.read_text()
+    start = text.index("| model type |")
+    return text[start : text.index("\n\n", start)].splitlines()[2:]
+
+
 def lines_of_page() -> dict[str, str]:
     """Returns the lines of the table, by model type."""
-    lines = PAGE.read_text().splitlines()
-    return {line.split("`")[1]: line for line in lines if line.startswith("| `")}
+    return {line.split("`")[1]: line for line in table()}
 
 
 @pytest.mark.parametrize("kind", COMMON)
@@ -146,11 +152,10 @@ def test_the_table_has_every_type_of_transformers() -> None:
 
 def write(lines: Mapping[str, str]) -> None:
     """Writes these lines into the table of the page."""
+    new = lines_of_page() | dict(lines)
     text = PAGE.read_text()
-    found = lines_of_page()
-    before, after = text.split("\n".join(found.values()))
-    new = found | dict(lines)
-    PAGE.write_text(before + "\n".join(new[kind] for kind in TYPES if kind in new) + after)
+    ordered = [new[kind] for kind in TYPES if kind in new]
+    PAGE.write_text(text.replace("\n".join(table()), "\n".join(ordered)))
 
 
 if __name__ == "__main__":

@@ -63,7 +63,7 @@ def written(kind: str, directory: Path) -> dict[str, Tensor]:
     """Writes a checkpoint whose other parts are bfloat16; returns the tensors in its file."""
     write_type(kind, directory)
     file = directory / "model.safetensors"
-    tensors = load_file(file) | {MTP: torch.randn(8, 8)}
+    tensors: dict[str, Tensor] = load_file(file) | {MTP: torch.randn(8, 8)}
     for name, tensor in tensors.items():
         if not is_of_text(name):
             tensors[name] = tensor.bfloat16()
