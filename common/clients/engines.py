@@ -25,7 +25,7 @@ _QUEUED_SHARE = 0.25
 it always has a next one, few enough that another engine can still take them."""
 
 
-class Load(BaseModel):
+class EngineLoad(BaseModel):
     """The load of an engine, or of one of its data-parallel parts, by SGLang's names."""
 
     num_running_reqs: int
@@ -64,10 +64,10 @@ class Load(BaseModel):
 
 
 class _Loads(BaseModel):
-    loads: list[Load]
+    loads: list[EngineLoad]
 
 
-async def ask_load(http: httpx.AsyncClient, url: str = "") -> list[Load] | None:
+async def ask_load(http: httpx.AsyncClient, url: str = "") -> list[EngineLoad] | None:
     """Returns the load of an engine's parts, none for a server that does not know the call; None
     when it does not answer.
     """
@@ -88,13 +88,13 @@ class Engines:
         self._urls = list(urls)
         self._looking = asyncio.Lock()
         self._looked_at = -math.inf
-        self._loads: dict[str, list[Load] | None] = {}
+        self._loads: dict[str, list[EngineLoad] | None] = {}
         """By engine; None for one that did not answer."""
         self._marks: dict[str, list[tuple[float, ...]]] = {}
         self.progress = 0
         """Grows as long as one of them generates; by at most 1 per look and engine."""
 
-    async def look(self, fresh_s: float) -> list[Load] | None:
+    async def look(self, fresh_s: float) -> list[EngineLoad] | None:
         """Returns the loads of all engines that say them, at most `fresh_s` seconds old; None when
         one of them does not answer.
         """
@@ -116,7 +116,7 @@ class Engines:
         known = self._known()
         return sum(load.room for load in known) if known else math.inf
 
-    def _known(self) -> list[Load]:
+    def _known(self) -> list[EngineLoad]:
         return [load for loads in self._loads.values() for load in loads or []]
 
     def _note_progress(self) -> None:
@@ -152,5 +152,5 @@ class GeneratingClient(Client):
         await self._loads()
         return Look(progress=self.engines.progress)
 
-    async def _loads(self) -> list[Load] | None:
+    async def _loads(self) -> list[EngineLoad] | None:
         return await self.engines.look(min(_FRESH_S, self.deadline_s / 8))

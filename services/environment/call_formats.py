@@ -17,7 +17,7 @@ from common import Json
 from services.environment.messages import Message, Tools, encodable, made_tool_call
 
 
-class Call(NamedTuple):
+class ToolCall(NamedTuple):
     """A tool call."""
 
     name: str
@@ -29,7 +29,7 @@ class Call(NamedTuple):
 
 Schemas = Mapping[str, Any]
 """The schema of every offered tool's arguments, by the tool's name."""
-Read = Callable[[str, Schemas], list[Call]]
+Read = Callable[[str, Schemas], list[ToolCall]]
 """Returns the calls in the text of one block; none, if it is no call after all. Raises ValueError
 for a call that cannot be read."""
 
@@ -114,13 +114,13 @@ _MAX_DIGITS = 308
 """Every integer of so many digits fits into a float, which is all that other languages have."""
 
 
-def _read_json(text: str, schemas: Schemas) -> list[Call]:
+def _read_json(text: str, schemas: Schemas) -> list[ToolCall]:
     """Reads `{"name": NAME, "arguments": {…}}`, or a list of such objects."""
     content = _json(text)
     return [_call(each) for each in (content if isinstance(content, list) else [content])]
 
 
-def _call(content: Any) -> Call:
+def _call(content: Any) -> ToolCall:
     """Returns the call in an object, whose keys differ between the families."""
     content = content if isinstance(content, dict) else {}
     name = content.get("name", content.get("tool_name"))
@@ -131,7 +131,7 @@ def _call(content: Any) -> Call:
         arguments = _json(arguments) if arguments.strip() else {}
     identifier = content.get("id")
     is_usable = isinstance(identifier, str) and _MISTRAL_ID.fullmatch(identifier)
-    return Call(name, _mapping(arguments), identifier if is_usable else "")
+    return ToolCall(name, _mapping(arguments), identifier if is_usable else "")
 
 
 _MISTRAL_ID = re.compile("[A-Za-z0-9]{9}")
@@ -143,7 +143,7 @@ def _mapping(arguments: Any) -> Json:
     return arguments
 
 
-def _read_bare(text: str, schemas: Schemas) -> list[Call]:
+def _read_bare(text: str, schemas: Schemas) -> list[ToolCall]:
     """Reads an object as `_read_json` does, if it begins with the mark of a call or names an
     offered tool: other JSON is the answer itself.
     """
@@ -170,12 +170,12 @@ def _named_json(head: str) -> Read:
     """
     pattern = re.compile(rf"\s*{head}\s*(?P<arguments>\{{.*\}})(?:\s*```)?\s*\Z", re.DOTALL)
 
-    def read(text: str, schemas: Schemas) -> list[Call]:
+    def read(text: str, schemas: Schemas) -> list[ToolCall]:
         match = pattern.match(text)
         if match is None:
             raise ValueError("the tool call is not a name and JSON")
         arguments = _mapping(_json(match["arguments"]))
-        return [Call(match["name"], arguments, match.groupdict().get("id") or "")]
+        return [ToolCall(match["name"], arguments, match.groupdict().get("id") or "")]
 
     return read
 
@@ -195,7 +195,7 @@ def _tagged(start: str, end: str, argument: tuple[str, str]) -> Read:
     calls = re.compile(rf"{start}({body}){end}", re.DOTALL)
     arguments = re.compile(rf"{opens}(.*?){closes}", re.DOTALL)
 
-    def read(text: str, schemas: Schemas) -> list[Call]:
+    def read(text: str, schemas: Schemas) -> list[ToolCall]:
         # Anything left over belongs to a broken call: the rest is not what the model asked for.
         if calls.sub("", text).strip():
             raise ValueError("the tool call is not closed, or something is beside it")
@@ -206,7 +206,7 @@ def _tagged(start: str, end: str, argument: tuple[str, str]) -> Read:
                 raise ValueError(f"the arguments of {name} are not all closed")
             schema = schemas.get(name)
             values = {key: _typed(value, schema, key) for key, value in arguments.findall(body)}
-            found.append(Call(name, values))
+            found.append(ToolCall(name, values))
         if not found:
             raise ValueError("the tool call has no name")
         return found
@@ -304,7 +304,7 @@ def _referred(reference: str, root: Any) -> Any:
     return target
 
 
-def _read_python(text: str, schemas: Schemas) -> list[Call]:
+def _read_python(text: str, schemas: Schemas) -> list[ToolCall]:
     """Reads `[name(key=value, …), …]`, with literals of Python or JSON."""
     source = text.strip()
     if not source.startswith("["):
@@ -329,11 +329,11 @@ def _parsed(source: str) -> ast.expr:
         raise _NoPython(f"the text is no expression of Python: {error}") from None
 
 
-def _python_call(node: ast.expr) -> Call:
+def _python_call(node: ast.expr) -> ToolCall:
     if not isinstance(node, ast.Call) or node.args:
         raise ValueError("the tool call is not a Python call with named arguments")
     arguments = {str(each.arg): _literal(each.value) for each in node.keywords}
-    return Call(ast.unparse(node.func), arguments)
+    return ToolCall(ast.unparse(node.func), arguments)
 
 
 def _literal(node: ast.expr) -> Any:
@@ -351,7 +351,7 @@ def _literal(node: ast.expr) -> Any:
 _JSON_WORDS = {"true": "True", "false": "False", "null": "None"}
 
 
-def _read_gemma(text: str, schemas: Schemas) -> list[Call]:
+def _read_gemma(text: str, schemas: Schemas) -> list[ToolCall]:
     """Reads `call:NAME{key:<|"|>text<|"|>,…}`: JSON with bare keys and marks for quotes."""
     match = re.match(r"\s*call:([^{\s]+)(\{.*)\Z", text, re.DOTALL)
     if match is None:
@@ -362,7 +362,7 @@ def _read_gemma(text: str, schemas: Schemas) -> list[Call]:
             parts[i] = json.dumps(part)
         else:
             parts[i] = re.sub(r'([{,]\s*)([^\s{}\[\],:"]+)(\s*:)', r'\1"\2"\3', part)
-    return [Call(match[1], _mapping(_json("".join(parts))))]
+    return [ToolCall(match[1], _mapping(_json("".join(parts))))]
 
 
 _CHANNEL = r"(?:<\|start\|>assistant)?"
@@ -525,7 +525,7 @@ def parse_answer(
     """
     schemas = {tool["function"]["name"]: tool["function"].get("parameters") for tool in tools}
     thoughts, parts = _split(text, call_format)
-    calls: list[Call] = []
+    calls: list[ToolCall] = []
     spoken: list[str] = []
     problem = ""
     try:

@@ -11,7 +11,7 @@ from aiohttp import web
 
 from common.clients import base
 from common.clients.base import Client, Unreachable
-from common.clients.engines import Engines, Load
+from common.clients.engines import EngineLoad, Engines
 from common.clients.rollout import RolloutClient
 from common.errors import Overloaded
 from common.process import progress
@@ -60,7 +60,7 @@ def engines_that(answer: Callable[[httpx.Request], Any], urls: list[str]) -> Eng
     ],
 )
 def test_the_room_of_an_engine(running: int, waiting: int, slots: int, room: float) -> None:
-    assert Load(**load(running, waiting, slots)).room == room
+    assert EngineLoad(**load(running, waiting, slots)).room == room
 
 
 async def test_room_is_that_of_all_healthy_engines_and_follows_their_number() -> None:
