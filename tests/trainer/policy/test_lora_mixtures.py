@@ -136,7 +136,6 @@ def test_the_engine_computes_what_the_trainer_does_from_adapter_and_merged_model
     torch.testing.assert_close(logprobs(by_peft), expected, atol=1e-5, rtol=0)
 
 
-@pytest.mark.slow
 @pytest.mark.integration
 @pytest.mark.parametrize("kind", MIXTURES)
 def test_two_ranks_make_the_same_adapter_and_save_one_that_peft_reads(
@@ -173,7 +172,6 @@ def test_two_ranks_make_the_same_adapter_and_save_one_that_peft_reads(
     torch.testing.assert_close(logprobs(load_model(section)), logprobs(read), atol=1e-5, rtol=0)
 
 
-@pytest.mark.slow
 @pytest.mark.integration
 @pytest.mark.parametrize("publish", ["adapter", "merged"])
 def test_a_run_samples_from_the_policy_that_it_trains(
