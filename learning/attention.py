@@ -240,7 +240,7 @@ def _attention(
             scores = replace(scores, sinks=own)
     suits_kernel = scores.cap is None and value.shape[-1] <= query.shape[-1]
     attend = _attend_segments if suits_kernel and _has_kernel(query) else _attend_rows
-    result = attend(query, key, value, segments, scores)
+    result = attend(query, key, value, segments=segments, scores=scores)
     if context is not None:
         result = context.tokens_of_line(result)
     return result[None], None
@@ -269,7 +269,7 @@ def _attend_padded(
         return plain[0]
     if mask is None:
         mask = query.new_ones(query.shape[2], key.shape[2], dtype=torch.bool).tril()
-    return _attend_plainly(query, key, value, mask, scores).transpose(1, 2)
+    return _attend_plainly(query, key, value, visible=mask, scores=scores).transpose(1, 2)
 
 
 def _has_kernel(query: Tensor) -> bool:
@@ -351,7 +351,8 @@ class _WithSinks(torch.autograd.Function):  # type: ignore[misc]  # torch is not
         )
         with_sink = torch.logaddexp(lse, sinks.float()[:, None])  # [heads, T]
         result = result * (lse - with_sink).exp().t()[..., None].to(result.dtype)
-        ctx.save_for_backward(query, key, value, sinks, starts, key_starts, result, with_sink)
+        kept = (query, key, value, sinks, starts, key_starts, result, with_sink)
+        ctx.save_for_backward(*kept)
         ctx.longest = (longest, longest_keys)
         ctx.options = options
         return result
@@ -360,20 +361,22 @@ class _WithSinks(torch.autograd.Function):  # type: ignore[misc]  # torch is not
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, sinks, starts, key_starts, result, with_sink = ctx.saved_tensors
         window = ctx.options["window_size"]
+        longest, longest_keys = ctx.longest
         of_tensors = torch.ops.torch_attn._varlen_attn_backward(
-            gradient.contiguous(),
-            query,
-            key,
-            value,
-            result,
-            with_sink,
-            starts,
-            key_starts,
-            *ctx.longest,
-            window == (-1, 0),
-            torch.zeros(2, dtype=torch.uint64, device=query.device),  # no dropout
-            ctx.options["scale"],
-            list(window),
+            grad_out=gradient.contiguous(),
+            query=query,
+            key=key,
+            value=value,
+            out=result,
+            lse=with_sink,
+            cu_seq_q=starts,
+            cu_seq_k=key_starts,
+            max_q=longest,
+            max_k=longest_keys,
+            is_causal=window == (-1, 0),
+            rng_state=torch.zeros(2, dtype=torch.uint64, device=query.device),  # no dropout
+            scale=ctx.options["scale"],
+            window_size=list(window),
         )
         # The gradient of a score is its weight · (that of the weight - its mean); the sink's is 0.
         mean = (gradient.float() * result.float()).sum(-1).t()
@@ -424,7 +427,13 @@ def _attend_rows(
             parts = zip(*(states.split(few) for states in rows), strict=True)
             result = torch.cat(
                 [
-                    checkpoint(_attend_plainly, *part, visible, scores, use_reentrant=False)
+                    checkpoint(
+                        _attend_plainly,
+                        *part,
+                        visible=visible,
+                        scores=scores,
+                        use_reentrant=False,
+                    )
                     for part in parts
                 ]
             )

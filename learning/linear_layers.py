@@ -256,8 +256,13 @@ def linear_layers(body: nn.Module) -> list[tuple[nn.Module, nn.Module]]:
 def compute_by_rows(body: nn.Module) -> None:
     """Makes every linear layer of a model compute rows where the model is given `state_rows`."""
     for layer, mixer in linear_layers(body):
-        if not isinstance(getattr(mixer.forward, "__self__", None), LinearLayer):
+        if not is_by_rows(mixer):
             LinearLayer(layer, mixer)
+
+
+def is_by_rows(module: nn.Module) -> bool:
+    """Whether `compute_by_rows` has changed this linear layer."""
+    return isinstance(getattr(module.forward, "__self__", None), LinearLayer)
 
 
 def continues_states(body: nn.Module) -> bool | None:

@@ -27,6 +27,7 @@ from common.models.memory import sums_once
 from common.settings.sections import TrainerSection
 from learning.experts import divide_experts
 from learning.kernels import has_triton
+from learning.linear_layers import is_by_rows
 from learning.ranks import Ranks
 
 _GRAPHS = 64
@@ -72,13 +73,15 @@ def prepare(model: Any, settings: TrainerSection, trained: bool, device: torch.d
     if not (compiled or checkpointing):
         return
     for layer in layers(model):
+        # Calls over rows would be a graph each, and leave a layer that is computed again in parts.
+        in_one_graph = not any(is_by_rows(module) for module in layer.modules())
         if checkpointing == "selective":
             # Inside the compiled module, so that the compiler knows what to keep.
             keeps_products = partial(create_selective_checkpoint_contexts, _products())
             layer.forward = partial(
                 checkpoint, layer.forward, use_reentrant=False, context_fn=keeps_products
             )
-        if compiled:
+        if compiled and in_one_graph:
             layer.forward = _compiled(layer.forward)
         if checkpointing is True:
             layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)

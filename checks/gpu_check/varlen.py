@@ -137,7 +137,7 @@ def _errors(
     exact = [each.to(torch.float32, copy=True).requires_grad_() for each in made]
     attend = attention._attend_segments if setting.on_gpu else attention._attend_rows
     scores = Scores(size**-0.5, window=case.window, sinks=low[3] if case.sinks else None)
-    result = attend(low[0], low[1], low[2], segments, scores)
+    result = attend(low[0], low[1], low[2], segments=segments, scores=scores)
     result.backward(upper)
     wanted = _plain(exact, places=places, window=case.window)
     wanted.backward(upper.float())

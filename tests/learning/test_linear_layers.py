@@ -4,6 +4,7 @@ results of each row alone."""
 import json
 import math
 from copy import deepcopy
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch._dynamo.utils import counters
 from transformers import PreTrainedModel
 
 from common.errors import ConfigError
@@ -68,9 +70,29 @@ def test_any_rows_in_many_calls_and_in_few(
 def test_layers_that_are_computed_again(kept: bool | str) -> None:
     settings = TrainerSection.model_validate({"activation_checkpointing": kept})
     model = hybrid("qwen3_5_text")
+    layout_for(model, "on")
     prepare(model, settings, trained=True, device=torch.device("cpu"))
     model.train()
     assert_same(results(model, Packed, "groups"), alone(hybrid("qwen3_5_text"), "groups"))
+
+
+# dynamo triggers it.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+@pytest.mark.slow
+@pytest.mark.usefixtures("_shared")
+def test_layers_that_are_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those with a linear layer, whose rows change with each micro-batch, are not."""
+    # Only the graphs of dynamo and autograd matter here, so the slow C++ compiler is left out.
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+    model = hybrid("lfm2")
+    layout_for(model, "on")
+    settings = TrainerSection(activation_checkpointing=True, compile=True)
+    prepare(model, settings, trained=True, device=torch.device("cpu"))
+    model.train()
+    counters.clear()
+    for name in ("groups", "mixed"):
+        assert_same(results(model, Packed, name), alone(hybrid("lfm2"), name))
+    assert counters["stats"]["unique_graphs"] > 0
 
 
 def test_a_prompt_is_computed_once_and_its_state_continues() -> None:

@@ -298,10 +298,10 @@ class Policy:
         if kl_in_loss or algorithm.entropy_coef > 0:
             return np.ones(len(batch.rows), bool)
         assert batch.advantages is not None
-        own = torch.zeros(len(batch.rows))
-        own[batch.own] = torch.tensor([float(batch.advantages[i].any()) for i in batch.own])
-        found: NDArray[np.bool_] = self.ranks.sum_shares(own).numpy() > 0
-        return found
+        own = np.zeros(len(batch.rows), np.int32)
+        own[batch.own] = [batch.advantages[i].any() for i in batch.own]
+        self.ranks.sum_shares(torch.from_numpy(own))  # in place
+        return own > 0
 
     def _accumulate(
         self, batch: Batch, loss_rows: Indices, first: bool

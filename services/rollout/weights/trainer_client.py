@@ -8,7 +8,7 @@ from pathlib import Path
 
 import httpx
 
-from common.clients.base import Client
+from common.clients.base import Client, Look
 from common.errors import ServiceError
 from common.process import progress
 from common.weights import recycled_files
@@ -112,6 +112,10 @@ class TrainerClient(Client):
     """A rollout node's client of the trainer."""
 
     start_s = 60.0
+
+    async def _look(self, attempt: str) -> Look:
+        # Its progress is that of the training, not of this call.
+        return (await super()._look(attempt))._replace(progress=None)
 
     async def latest(
         self,

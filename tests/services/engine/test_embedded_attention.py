@@ -5,7 +5,9 @@ import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -24,7 +26,7 @@ from transformers import (
 )
 
 from common.errors import ConfigError
-from services.engine.attention import _by_products, _fused
+from services.engine.attention import _by_products, _fused, replace_attention
 from services.engine.cache import additive
 from services.engine.engine import Engine
 from services.engine.jobs import GenerationJob, SamplingParams
@@ -164,6 +166,14 @@ def test_embedded_unavailable_attention_is_refused_at_the_start(
     )
     with pytest.raises(ConfigError, match="attend to later tokens"):
         Model(directory, CONTEXT)
+
+
+def test_embedded_chunks_shorter_than_the_context_are_refused() -> None:
+    config = SimpleNamespace(attention_chunk_size=64)
+    with pytest.raises(ConfigError) as caught:
+        replace_attention(MagicMock(), config, max_context_tokens=65)
+    assert caught.value.field == "--max-context-tokens"
+    assert replace_attention(MagicMock(), config, max_context_tokens=64)
 
 
 def test_embedded_the_fused_attention_of_a_gpu_computes_the_same() -> None:

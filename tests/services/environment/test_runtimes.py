@@ -439,7 +439,8 @@ async def test_what_kubernetes_is_told(section: Make, state: Path, task: Path) -
     for line in lines:
         pod = json.loads(line)
         assert pod["metadata"]["labels"]["rlhf-agents"] == "rlhf-math", "the NetworkPolicy's"
-        assert pod["spec"]["activeDeadlineSeconds"] == 700
+        # Its deadline, a day for what the engines take besides, and the time to start.
+        assert pod["spec"]["activeDeadlineSeconds"] == 100 + 86_400 + 600
         assert pod["spec"]["restartPolicy"] == "Never"
         assert pod["spec"]["automountServiceAccountToken"] is False
         (container,) = pod["spec"]["containers"]

@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from common.errors import ConfigError
 from common.settings.config import Config, load
+from learning.kept import Kept
 from learning.ranks import Ranks
 from services.engine.adapters import AdapterRegistry
 from services.engine.model import Model
@@ -135,7 +136,6 @@ def test_the_engine_computes_what_the_trainer_does_from_adapter_and_merged_model
     torch.testing.assert_close(logprobs(by_peft), expected, atol=1e-5, rtol=0)
 
 
-@pytest.mark.slow
 @pytest.mark.integration
 @pytest.mark.parametrize("kind", MIXTURES)
 def test_two_ranks_make_the_same_adapter_and_save_one_that_peft_reads(
@@ -172,7 +172,6 @@ def test_two_ranks_make_the_same_adapter_and_save_one_that_peft_reads(
     torch.testing.assert_close(logprobs(load_model(section)), logprobs(read), atol=1e-5, rtol=0)
 
 
-@pytest.mark.slow
 @pytest.mark.integration
 @pytest.mark.parametrize("publish", ["adapter", "merged"])
 def test_a_run_samples_from_the_policy_that_it_trains(
@@ -190,6 +189,7 @@ def test_a_run_samples_from_the_policy_that_it_trains(
 def adapted(kind: str, config: Config, **more: Any) -> tuple[set[str], dict[str, Any]]:
     """Returns the last names of a tiny model's layers with an adapter, and what describes it."""
     model = make(kind, **more)
+    model.kept = Kept(model.config)  # as loading leaves it
     NewAdapter(config, torch.float32).change(model)
     names = {
         name.removesuffix(".lora_A.default.weight").rpartition(".")[2]
