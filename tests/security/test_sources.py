@@ -35,6 +35,9 @@ ALLOWED = {
         "import_module",
     ): "modules of a closed list, in the sandbox",
     ("common/process/imports.py", "import_module"): "what a setting of the operator's names",
+    ("trainer/api/on_use.py", "import_module"): "modules of a closed list, at their first use",
+    ("learning/ranks.py", "send_object_list"): "between the ranks of one trainer, as its gradients",
+    ("learning/ranks.py", "recv_object_list"): "the same",
     (
         "services/reward/worker.py",
         "import_module",
