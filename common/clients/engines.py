@@ -57,8 +57,10 @@ class EngineLoad(BaseModel):
         """How many more completions it should get; infinite if it does not say."""
         if not self.max_running_requests:
             return math.inf
-        # If some wait, the others fill its memory, whatever its number of slots.
-        at_once = self.num_running_reqs if self.num_waiting_reqs else self.max_running_requests
+        at_once = self.max_running_requests
+        if self.num_waiting_reqs and self.num_running_reqs:
+            # They fill its memory, whatever its number of slots.
+            at_once = self.num_running_reqs
         wanted = math.ceil(at_once * (1 + _QUEUED_SHARE))
         return max(0, wanted - self.num_running_reqs - self.num_waiting_reqs)
 

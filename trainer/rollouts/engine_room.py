@@ -4,12 +4,15 @@ where no clock runs and where every engine can still get it.
 
 import asyncio
 import math
-from collections import deque
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 from common.clients.engines import Engines
 
+_FIRST_LOOK_S = 0.01
+"""Time between the first two looks of a group that waits, which doubles with every look."""
 _LOOK_S = 0.1
-"""Shortest time between two looks at the engines."""
+"""Longest such time, unless looks themselves take long."""
 _LOOK_SHARE = 0.2
 """Most of the time that looks may take: there may be many engines."""
 _TRANSIT_S = 0.5
@@ -24,30 +27,46 @@ class EngineRoom:
         self._turn = asyncio.Lock()
         self._room = 0.0
         """Completions that may still be sent, as of the last look."""
-        self._sent: deque[tuple[float, int]] = deque()
-        """When completions were sent of late, and how many."""
+        self._sent: dict[object, tuple[float, int]] = {}
+        """When completions were sent that have no answer yet, and how many; of late."""
         self._next_look = 0.0
+        self._pause_s = _FIRST_LOOK_S
 
-    async def enter(self, completions: int) -> None:
-        """Waits until the engines have room for some of these completions; the calls come in in
-        their order. Does not wait for engines that do not say what they do.
+    @asynccontextmanager
+    async def enter(self, completions: int) -> AsyncIterator[None]:
+        """Waits until the engines have room for some of these completions, which are generated in
+        the block; the calls come in in their order. Does not wait for engines that do not say what
+        they do.
         """
+        sent = object()
+        await self._wait(completions, sent)
+        try:
+            yield
+        finally:
+            self._sent.pop(sent, None)
+
+    async def _wait(self, completions: int, sent: object) -> None:
         loop = asyncio.get_running_loop()
         async with self._turn:
             if self._room == math.inf and loop.time() >= self._next_look:
                 self._room = 0.0  # they may say it by now
+            self._pause_s = _FIRST_LOOK_S
             while self._room <= 0:
                 await asyncio.sleep(max(0.0, self._next_look - loop.time()))
                 await self._look()
             self._room -= completions
-            self._sent.append((loop.time(), completions))
+            self._sent[sent] = (loop.time(), completions)
 
     async def _look(self) -> None:
         loop = asyncio.get_running_loop()
         began = loop.time()
         room = await self._engines.room()
-        while self._sent and self._sent[0][0] < began - _TRANSIT_S:
-            self._sent.popleft()
-        self._room = room - sum(completions for _, completions in self._sent)
+        self._sent = {
+            sent: (at, completions)
+            for sent, (at, completions) in self._sent.items()
+            if at >= began - _TRANSIT_S
+        }
+        self._room = room - sum(completions for _, completions in self._sent.values())
         took_s = loop.time() - began
-        self._next_look = loop.time() + max(_LOOK_S, took_s / _LOOK_SHARE)
+        self._next_look = loop.time() + max(self._pause_s, took_s / _LOOK_SHARE)
+        self._pause_s = min(2 * self._pause_s, _LOOK_S)

@@ -79,17 +79,17 @@ class GroupMaker:
     async def _generate(self, prompt_ids: list[int], position: int) -> list[Completion]:
         sampling = self._config.sampling
         with self._failing("generation", stage="generation"):
-            await self._engines.enter(sampling.group_size)
-            return await self._services.rollout.generate(
-                prompt_ids,
-                n=sampling.group_size,
-                max_new_tokens=sampling.max_new_tokens,
-                temperature=sampling.temperature,
-                stop_token_ids=self._prompter.stop_token_ids,
-                sampling_seed=sampling_seed(self._config.seed, position),
-                parameters=sampling.training_truncation() | sampling.stop_conditions(),
-                routed_experts=self._config.trainer.routing_replay,
-            )
+            async with self._engines.enter(sampling.group_size):
+                return await self._services.rollout.generate(
+                    prompt_ids,
+                    n=sampling.group_size,
+                    max_new_tokens=sampling.max_new_tokens,
+                    temperature=sampling.temperature,
+                    stop_token_ids=self._prompter.stop_token_ids,
+                    sampling_seed=sampling_seed(self._config.seed, position),
+                    parameters=sampling.training_truncation() | sampling.stop_conditions(),
+                    routed_experts=self._config.trainer.routing_replay,
+                )
 
     def _keep_experts(self, group: Group) -> None:
         split_routing(group)
@@ -142,8 +142,8 @@ class GroupMaker:
         Raises GroupFailed or ServiceLost.
         """
         with self._failing("generation", stage="generation"):
-            await self._engines.enter(request.n)
-            episodes = await play(self._services, request)
+            async with self._engines.enter(request.n):
+                episodes = await play(self._services, request)
         self._drops.add_episodes(episodes)
         whole: list[Episode] = []
         lost: list[str] = []

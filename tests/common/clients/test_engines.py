@@ -56,6 +56,7 @@ def engines_that(answer: Callable[[httpx.Request], Any], urls: list[str]) -> Eng
         (8, 2, 8, 0),
         (4, 1, 8, 0),  # its memory is full: four at once
         (4, 9, 8, 0),
+        (0, 4, 8, 6),  # it computes their prompts
         (5, 0, 0, float("inf")),  # another server, which does not say how many it takes
     ],
 )
@@ -144,8 +145,8 @@ async def test_groups_wait_in_the_collector_and_not_in_the_engine() -> None:
         loads: list[tuple[int, int]] = []
 
         async def group() -> None:
-            await room.enter(4)
-            await client.answers([1], **{**ONE, "n": 4, "max_new_tokens": 150})
+            async with room.enter(4):
+                await client.answers([1], **{**ONE, "n": 4, "max_new_tokens": 150})
 
         async def watch() -> None:
             while True:
@@ -165,7 +166,8 @@ async def test_groups_do_not_wait_for_servers_that_do_not_say_what_they_do() -> 
     room = EngineRoom(Engines(httpx.AsyncClient(base_url="http://x", transport=transport)))
     async with asyncio.timeout(5):
         for _ in range(1000):
-            await room.enter(16)
+            async with room.enter(16):
+                pass
 
 
 @pytest.mark.integration
