@@ -172,7 +172,11 @@ class SlotCache(Cache):  # type: ignore[misc]  # transformers is not typed
         length = self.length
         self.longest = max(self.longest, length)  # `move` may be called before the next step
         self.reserve(max(rows, default=-1) + 1, length)
-        row = torch.tensor(rows, dtype=torch.long, device=self.device)
+        row: Tensor | slice
+        if len(rows) and rows[-1] - rows[0] == len(rows) - 1:  # they ascend: writing is a copy
+            row = slice(rows[0], rows[-1] + 1)
+        else:
+            row = torch.tensor(rows, dtype=torch.long, device=self.device)
         owner = torch.tensor(owners, dtype=torch.long, device=self.device)
 
         def write(layer: _Keys, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:

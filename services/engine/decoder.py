@@ -243,8 +243,9 @@ class Decoder:
         order: list[int] = []  # of the prompts, as they are computed
         experts: list[Experts] = []
         for together in self._passes(prompts):
-            rows = [row for row, owner in enumerate(owners, first) if owner in together]
-            of_pass = [together.index(owner) for owner in owners if owner in together]
+            number = {owner: index for index, owner in enumerate(together)}
+            rows = [row for row, owner in enumerate(owners, first) if owner in number]
+            of_pass = [number[owner] for owner in owners if owner in number]
             chosen = [prompts[index] for index in together]
             lengths = [len(prompt) for prompt in chosen]
             self.cache.begin_prefill(lengths, rows, of_pass)
