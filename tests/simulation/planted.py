@@ -25,6 +25,20 @@ class Bug(NamedTuple):
     wrong: str
 
 
+NOT_FOUND_YET = {
+    "an evicted group comes back",
+    "a new run finds the groups of the one before",
+    "a run does not end the one before",
+    "a transaction that fails is kept",
+    "commits are not synced",
+    "a store that was set back is not noticed",
+    "a busy service is not asked again",
+    "an answer that cannot be graded earns nothing",
+    "a lost store is not filled again",
+}
+"""Bugs that 80 seeds do not find: the worlds are too mild for them, or another guard of the product
+catches what they let through."""
+
 BUGS = {
     # ---------------------------------------------------------------- the stream of prompts
     "the cursor does not move": Bug(
@@ -252,7 +266,7 @@ class _Finder(importlib.abc.MetaPathFinder):
 def main() -> int:
     """Runs seeds with the bug; the exit status is 0 when one finds it."""
     bug = BUGS[sys.argv[1]]
-    count = int(sys.argv[2]) if len(sys.argv) > 2 else 10_000
+    count = int(sys.argv[2]) if len(sys.argv) > 2 else 1_000
     sys.meta_path.insert(0, _Finder(bug))
     from tests.simulation.world import simulate
 
