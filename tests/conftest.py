@@ -117,6 +117,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for name in ("rollout", "reward", "replay", "data", "engine", "critic")
     ]
     first = [
+        "tests/simulation",
         "tests/e2e",
         "tests/trainer",
         *services,

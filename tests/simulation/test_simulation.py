@@ -17,13 +17,13 @@ def simulate_all(first: int, count: int, directory: Path) -> None:
         simulate(seed, directory / str(seed))
 
 
-@pytest.mark.parametrize("first", range(0, 300, _PART))
+@pytest.mark.parametrize("first", range(0, 100, _PART))
 def test_runs_with_faults_train_on_every_prompt_once(first: int, tmp_path: Path) -> None:
     simulate_all(first, _PART, tmp_path)
 
 
 @pytest.mark.integration
-@pytest.mark.parametrize("first", range(300, 1_000, 100))
+@pytest.mark.parametrize("first", range(100, 1_000, 100))
 def test_more_runs_with_faults(first: int, tmp_path: Path) -> None:
     simulate_all(first, 100, tmp_path)
 
