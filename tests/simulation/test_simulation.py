@@ -23,13 +23,13 @@ def test_runs_with_faults_train_on_every_prompt_once(first: int, tmp_path: Path)
 
 
 @pytest.mark.integration
-@pytest.mark.parametrize("first", range(100, 1_000, 100))
+@pytest.mark.parametrize("first", range(100, 600, 100))
 def test_more_runs_with_faults(first: int, tmp_path: Path) -> None:
     simulate_all(first, 100, tmp_path)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("first", range(1_000, 10_000, 100))
+@pytest.mark.parametrize("first", range(600, 10_000, 100))
 def test_many_runs_with_faults(first: int, tmp_path: Path) -> None:
     simulate_all(first, 100, tmp_path)
 
@@ -40,7 +40,7 @@ def test_a_seed_tells_the_same_story_twice(tmp_path: Path) -> None:
     assert stories[0].faults
 
 
-@pytest.mark.integration
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(BUGS.keys() - NOT_FOUND_YET))
 def test_a_planted_bug_is_found(name: str) -> None:
     command = [sys.executable, "-m", "tests.simulation.planted", name]
