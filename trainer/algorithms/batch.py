@@ -89,7 +89,8 @@ class RowTokens:
     sampled: Sampled | None = None
     """The tokens that its tokens were sampled from; None for the whole vocabulary."""
     experts: tuple[Experts, Experts] | None = None
-    """Of prompt and completion, as the engine chose them; None without routing replay."""
+    """The experts that the engine chose for the prompt and for the completion; None without routing
+    replay."""
     teacher_logprobs: Float32 | None = None
     """[L] in nats, under the teacher; None without one."""
 

@@ -55,7 +55,7 @@ class SpooledExperts:
     start: int
     size: int
     url: str
-    """Of rank 0, for ranks of other nodes."""
+    """The address of rank 0, from which ranks of other nodes fetch the experts."""
 
     def read(self) -> UInt8:
         """Returns the numbers. Raises ServiceError."""
