@@ -19,7 +19,6 @@ from common.errors import ConfigError
 from common.process.cli import CommandParser, fail
 from common.process.security import tls
 from common.process.topology import (
-    CRITIC,
     DATA,
     ENVIRONMENT,
     REPLAY,
@@ -43,7 +42,6 @@ PORTS: dict[str, dict[str, str]] = {
     DATA: {"data.port": DATA},
     REWARD: {"reward.port": REWARD},
     REPLAY: {"replay.port": REPLAY},
-    CRITIC: {"critic.port": CRITIC},
     ENVIRONMENT: {"environment.port": ENVIRONMENT},
     TRAINER: {"trainer.port": TRAINER},
 }

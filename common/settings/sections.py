@@ -281,11 +281,6 @@ class ReplaySection(Section):
 class CriticSection(Section):
     """The critic of PPO (`algorithm.advantage gae`): a separate value model."""
 
-    location: Literal["trainer", "server"] = "trainer"
-    """`trainer`: on the trainer's own devices. `server`: in a critic-server task of the job
-    group."""
-    port: Port = 8005
-    """Port of the critic-server."""
     model: str = ""
     """Model that the critic starts from, with a new value head. Empty: the policy's model."""
     learning_rate: PositiveFloat = 1e-5

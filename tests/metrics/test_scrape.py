@@ -54,7 +54,6 @@ def test_every_node_router_and_engine_is_scraped_at_its_port() -> None:
         "replay-buffer": ["replay-buffer-0.rlhf-math:8003"],
         "ppo-trainer": ["ppo-trainer-0.rlhf-math:8004"],
     }
-    assert "critic-server" in targets(made(group=ROOT / "jobgroup" / "rlhf-math-ppo-jobgroup.yaml"))
     tools = targets(made(group=ROOT / "jobgroup" / "rlhf-math-tools-jobgroup.yaml"))
     assert tools["environment-server"] == ["environment-server-0.rlhf-math-tools:8006"]
 

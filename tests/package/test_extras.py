@@ -20,7 +20,6 @@ PROGRAMS: dict[str, tuple[list[str], set[str]]] = {
     "services.replay": (["services"], set()),
     "services.rollout": (["rollout"], set()),
     "services.engine": (["rollout", "trainer"], set()),
-    "services.critic": (["trainer"], set()),
     # setup.sh adds transformers, for the tokenizer; verifiers is in an environment of its own.
     "services.environment": (["services"], {"transformers", "verifiers"}),
     "trainer": (["trainer"], {"mlflow", "tensorboard", "trackio", "wandb"}),  # extras of their own

@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
     from trainer.backends.in_process import Problems
 
-_NOT_THE_MODEL = ("trainer_state.json", "state", "critic", "critic-server", "reference")
+_NOT_THE_MODEL = ("trainer_state.json", "state", "critic", "reference")
 """Content of a checkpoint besides the model."""
 
 

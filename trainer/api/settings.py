@@ -660,7 +660,6 @@ def _decided_elsewhere(name: str) -> bool:
         "data": rest not in ("curriculum", "prompt_template"),
         "reward": rest not in ("workers", "function_timeout_s", "require_stop"),
         "rollout": rest not in ("max_running_requests", *OWN_SGLANG),
-        "critic": rest == "location",
     }.get(section, False)
 
 
