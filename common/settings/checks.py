@@ -352,7 +352,7 @@ def _environment(config: Settings) -> Iterator[str]:
             "environment.name makes episodes: use another algorithm, such as grpo"
         )
     kind = config.environment.name.partition(":")[0]
-    if config.environment.tool_timeout_s is not None and kind in ("agent", "verifiers"):
+    if config.environment.tool_timeout_s is not None and kind == "agent":
         yield (
             "{environment.tool_timeout_s} cannot end the tools of a program, which "
             "environment.name starts: leave it out, and end them in the program"

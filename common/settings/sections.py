@@ -40,7 +40,7 @@ read."""
 def _checked_environment(text: str) -> str:
     # A class of the user, or a kind of environment with its argument.
     if text in ("", "python") or re.fullmatch(
-        r"python:[\w.]+[:.]\w+|(agent|harbor|openenv|verifiers):\s*\S.*", text, re.DOTALL
+        r"python:[\w.]+[:.]\w+|(agent|harbor|openenv):\s*\S.*", text, re.DOTALL
     ):
         if len(text) > _MAX_NAME:
             raise ValueError(
@@ -48,8 +48,7 @@ def _checked_environment(text: str) -> str:
                 f"{_MAX_NAME}"
             )
         return text
-    forms = ["agent:COMMAND", "agent:URL", "harbor:COMMAND"]
-    forms += ["openenv:COMMAND", "openenv:URL", "verifiers:ID"]
+    forms = ["agent:COMMAND", "agent:URL", "harbor:COMMAND", "openenv:COMMAND", "openenv:URL"]
     hint = did_you_mean(text, ["python", "an import path python:package.module:Class", *forms])
     raise ValueError(f"there is no environment {text}: {hint}")
 
@@ -680,8 +679,8 @@ class EnvironmentSection(Section):
     """Environment of the problems: `python`, a tool that runs programs;
     `python:package.module:Class`, your own class; `agent:COMMAND` or `agent:URL`, any program that
     talks to a model; `harbor:COMMAND`, such a program in the container of a Harbor task;
-    `openenv:COMMAND` or `openenv:URL`, an OpenEnv server; `verifiers:ID` or `verifiers:FILE.toml`
-    (docs/how-to/agents.md). Empty: single completions, without an environment-server."""
+    `openenv:COMMAND` or `openenv:URL`, an OpenEnv server (docs/how-to/agents.md). Empty: single
+    completions, without an environment-server."""
     turns: PositiveInt = 8
     """Maximum answers of the model in one episode. It may make eight times as many tool calls, and
     sample this many times `sampling.max_new_tokens` tokens."""

@@ -8,8 +8,8 @@
                             ┌──────────────────┼────────────────────┐
                        ClassRunner        OpenEnvRunner        ProgramRunner
                    python: a class here   openenv: a server    agent: a command or a URL
-                   (class_runner.py)      (openenv.py)         verifiers: a server of ours
-                            │                  │               (program_runner.py)
+                   (class_runner.py)      (openenv.py)         (program_runner.py)
+                            │                  │                    │
                             └─ Session.call ───┤                    │
                                                │                    │ POST /sessions/ID/v1/…
                                                │                    ▼

@@ -1,8 +1,5 @@
 """The kinds of episodes that `environment.name` can select, each with its runner."""
 
-import shlex
-from pathlib import Path
-
 from common.errors import ConfigError
 from common.settings.sections import EnvironmentSection, RuntimeSection
 from services.environment.class_runner import ClassRunner
@@ -10,13 +7,11 @@ from services.environment.environments import FIELD, Environment
 from services.environment.openenv import OpenEnvRunner
 from services.environment.outcome import EpisodeRunner
 from services.environment.program_runner import ProgramRunner
-from services.environment.user_server import PORT, is_url
+from services.environment.user_server import is_url
 
 _THREADS = 1024
 _PROGRAMS = 64
-_PROGRAM_KINDS = ("agent", "harbor", "verifiers")
-_VERIFIERS = Path(__file__).with_name("verifiers_server.py")
-_VERIFIERS_PYTHON = ".venv-verifiers/bin/python"
+_PROGRAM_KINDS = ("agent", "harbor")
 
 
 def needs_gateway(config: EnvironmentSection) -> bool:
@@ -53,10 +48,6 @@ def load_runner(
             remedy="set it to docker, kubernetes or, for tasks that need only Python and a shell, "
             "sandbox, and write harbor:COMMAND",
         )
-    if kind == "verifiers":
-        python, _, taskset = target.strip().rpartition(" ")
-        target = shlex.join([python.strip() or _VERIFIERS_PYTHON, str(_VERIFIERS), taskset, PORT])
-        runtime = RuntimeSection()
     if kind in _PROGRAM_KINDS:
         return ProgramRunner(
             name,
@@ -64,7 +55,6 @@ def load_runner(
             slots=slots,
             gateway=gateway,
             section=runtime,
-            has_reward=None if kind == "agent" else True,
             plays_tasks=kind == "harbor",
         )
     raise ConfigError(
@@ -72,5 +62,5 @@ def load_runner(
         field=FIELD,
         value=name,
         remedy="use one of python, python:package.module:Class, agent:COMMAND or URL, "
-        "harbor:COMMAND, openenv:COMMAND or URL, verifiers:ID or FILE.toml",
+        "harbor:COMMAND, openenv:COMMAND or URL",
     )

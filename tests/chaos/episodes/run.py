@@ -80,7 +80,7 @@ PROGRAMS = {
     "agent": "swallows.py",
     "server": "swallows.py",
     "openenv": "uvicorn",
-    "verifiers": "verifiers_server.py",
+    "verifiers": "examples/verifiers/server.py",
 }
 """A word in the command line of the processes that `program-kill` and `program-stop` hit."""
 
@@ -110,7 +110,7 @@ def environment_of(kind: str, folder: Path) -> str:
     python = folder / "python"
     python.write_text(f'#!/bin/sh\n{LOG}={log} PYTHONPATH={packages} exec {python_of(kind)} "$@"\n')
     python.chmod(0o755)
-    return f"verifiers:{python} swallowing"
+    return f"agent:{python} {ROOT}/examples/verifiers/server.py swallowing {{port}}"
 
 
 class Kept:
