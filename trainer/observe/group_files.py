@@ -12,10 +12,9 @@ import logging
 import math
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from zipfile import ZIP_DEFLATED, BadZipFile, ZipFile, ZipInfo
+from zipfile import ZIP_DEFLATED, ZipFile, ZipInfo
 
 import msgspec
 import numpy as np
@@ -256,37 +255,6 @@ def _recorded(content: Json, name: str) -> RecordedGroup:
     advantages = [each for each in trained("advantages") if each is not None]
     logprobs = trained("trainer_logprobs")
     return RecordedGroup(group=group, advantages=advantages, logprobs=logprobs, **of_group)
-
-
-class CompletionText(msgspec.Struct):
-    """The fields of a completion that a list shows."""
-
-    text: str = ""
-    reward: float | None = None
-    correct: bool = False
-    verified: bool = True
-
-
-class GroupTexts(msgspec.Struct):
-    """A recorded group without its numeric arrays."""
-
-    id: str = ""
-    completions: list[CompletionText] = []
-
-
-_TEXTS = msgspec.msgpack.Decoder(GroupTexts)
-
-
-def read_texts(run_dir: Path, step: int) -> list[GroupTexts]:
-    """Returns the texts of a step's groups in order; a damaged one is empty."""
-    found = []
-    with suppress(OSError, BadZipFile), ZipFile(_path(run_dir, step)) as file:
-        for name in sorted(file.namelist()):
-            try:
-                found.append(_TEXTS.decode(file.read(name)))
-            except Exception:  # a damaged file fails in many ways; opening the group reports how
-                found.append(GroupTexts())
-    return found
 
 
 def _path(run_dir: Path, step: int) -> Path:
