@@ -357,11 +357,6 @@ def _environment(config: Settings) -> Iterator[str]:
             "{environment.tool_timeout_s} cannot end the tools of a program, which "
             "environment.name starts: leave it out, and end them in the program"
         )
-    if config.environment.step_rewards != "sum" and kind != "openenv":
-        yield (
-            "{environment.step_rewards} is for the steps of an OpenEnv server, and "
-            "environment.name is another: leave it out, and compute the reward in the environment"
-        )
     min_episodes = config.environment.min_episodes
     if min_episodes is not None and min_episodes > config.sampling.group_size:
         yield (

@@ -40,7 +40,7 @@ read."""
 def _checked_environment(text: str) -> str:
     # A class of the user, or a kind of environment with its argument.
     if text in ("", "python") or re.fullmatch(
-        r"python:[\w.]+[:.]\w+|(agent|harbor|openenv):\s*\S.*", text, re.DOTALL
+        r"python:[\w.]+[:.]\w+|(agent|harbor):\s*\S.*", text, re.DOTALL
     ):
         if len(text) > _MAX_NAME:
             raise ValueError(
@@ -48,7 +48,7 @@ def _checked_environment(text: str) -> str:
                 f"{_MAX_NAME}"
             )
         return text
-    forms = ["agent:COMMAND", "agent:URL", "harbor:COMMAND", "openenv:COMMAND", "openenv:URL"]
+    forms = ["agent:COMMAND", "agent:URL", "harbor:COMMAND"]
     hint = did_you_mean(text, ["python", "an import path python:package.module:Class", *forms])
     raise ValueError(f"there is no environment {text}: {hint}")
 
@@ -678,9 +678,8 @@ class EnvironmentSection(Section):
     name: InHelp[Annotated[str, AfterValidator(_checked_environment)]] = ""
     """Environment of the problems: `python`, a tool that runs programs;
     `python:package.module:Class`, your own class; `agent:COMMAND` or `agent:URL`, any program that
-    talks to a model; `harbor:COMMAND`, such a program in the container of a Harbor task;
-    `openenv:COMMAND` or `openenv:URL`, an OpenEnv server (docs/how-to/agents.md). Empty: single
-    completions, without an environment-server."""
+    talks to a model; `harbor:COMMAND`, such a program in the container of a Harbor task
+    (docs/how-to/agents.md). Empty: single completions, without an environment-server."""
     turns: PositiveInt = 8
     """Maximum answers of the model in one episode. It may make eight times as many tool calls, and
     sample this many times `sampling.max_new_tokens` tokens."""
@@ -695,12 +694,8 @@ class EnvironmentSection(Section):
     """Seconds for one episode, without those in which it waits for answers of the model. One that
     takes longer is lost: it has no reward."""
     tool_timeout_s: PositiveFloat | None = None
-    """Seconds for one tool call of a class, or one step of an OpenEnv server. If it takes longer,
-    the model gets an error as its result, and the episode goes on. Unset: as long as the
-    episode."""
-    step_rewards: Literal["sum", "last", "max"] = "sum"
-    """How the rewards of an OpenEnv server's steps make the episode's reward: `sum` for increments,
-    `last` for a score so far, `max` for the best attempt."""
+    """Seconds for one tool call of a class. If it takes longer, the model gets an error as its
+    result, and the episode goes on. Unset: as long as the episode."""
     min_episodes: int | None = Field(None, ge=2)
     """Fewest whole episodes with which a group is trained on. A group with fewer plays new episodes
     in place of the lost ones, once, and is dropped if there are still too few. Unset: all of
@@ -708,7 +703,7 @@ class EnvironmentSection(Section):
     workers: int | None = Field(None, gt=0)
     """Concurrent calls of environments and tools in one environment-server. Unset: 1,024 threads
     for your own class, because fewer threads than episodes waiting for slow tools would leave the
-    engines idle; otherwise 64 programs or connections."""
+    engines idle; otherwise 64 programs."""
 
     @property
     def grades_itself(self) -> bool:

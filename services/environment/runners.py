@@ -4,7 +4,6 @@ from common.errors import ConfigError
 from common.settings.sections import EnvironmentSection, RuntimeSection
 from services.environment.class_runner import ClassRunner
 from services.environment.environments import FIELD, Environment
-from services.environment.openenv import OpenEnvRunner
 from services.environment.outcome import EpisodeRunner
 from services.environment.program_runner import ProgramRunner
 from services.environment.user_server import is_url
@@ -38,8 +37,6 @@ def load_runner(
         return ClassRunner(environment, config.workers or _THREADS)
 
     slots = config.workers or _PROGRAMS
-    if kind == "openenv":
-        return OpenEnvRunner(name, target, slots, step_rewards=config.step_rewards)
     if kind == "harbor" and (runtime.kind == "local" or is_url(target)):
         raise ConfigError(
             "the agents and tests of Harbor tasks run in containers",
@@ -62,5 +59,5 @@ def load_runner(
         field=FIELD,
         value=name,
         remedy="use one of python, python:package.module:Class, agent:COMMAND or URL, "
-        "harbor:COMMAND, openenv:COMMAND or URL",
+        "harbor:COMMAND",
     )

@@ -56,7 +56,7 @@ SERVICE_HANGS = Fault(
     "restarted; nothing is lost",
 )
 CANNOT_START = Fault(
-    "A service cannot start its graders, or the command of `openenv:`",
+    "A service cannot start its graders, or the server of `agent:`",
     "fix what the reason names and start the run again",
     codes=("service_lost",),
 )

@@ -103,9 +103,9 @@ def environment_of(kind: str, folder: Path) -> str:
     if kind == "class":
         return "python:tests.chaos.episodes.parts:Swallows"
     if kind == "openenv":
-        app = "tests.chaos.episodes.openenv_app:app --port {port} --log-level error"
-        command = f"{python_of(kind)} -m uvicorn {app}"
-        return f"openenv:env PYTHONPATH={ROOT} {LOG}={log} {command}"
+        app = "tests.chaos.episodes.openenv_app:app --port PORT --log-level error"
+        command = f"env PYTHONPATH={ROOT} {LOG}={log} {python_of(kind)} -m uvicorn {app}"
+        return f"agent:{sys.executable} {ROOT}/examples/openenv/server.py '{command}' {{port}}"
     packages = f"{ROOT}:{SWALLOWS.with_name('packages')}"
     python = folder / "python"
     python.write_text(f'#!/bin/sh\n{LOG}={log} PYTHONPATH={packages} exec {python_of(kind)} "$@"\n')

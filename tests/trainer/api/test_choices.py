@@ -45,8 +45,6 @@ SETTING_NEEDS: dict[tuple[str, str], dict[str, Any]] = {
     ("algorithm.kl_in", "reward"): {"algorithm.kl_coef": 0.1},
     ("algorithm.name", "opd"): {"teacher.url": "http://127.0.0.1:1"},
     ("algorithm.old_logprobs", "engine"): {"algorithm.rollout_correction": "none"},
-    ("environment.step_rewards", "last"): {"environment.name": "openenv:http://127.0.0.1:1"},
-    ("environment.step_rewards", "max"): {"environment.name": "openenv:http://127.0.0.1:1"},
     ("lora.publish", "merged"): {"lora.rank": 8},
     ("runtime.kind", "docker"): {"environment.name": "agent:true", "runtime.image": "image"},
     ("runtime.kind", "kubernetes"): {"environment.name": "agent:true", "runtime.image": "image"},
