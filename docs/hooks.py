@@ -35,7 +35,6 @@ COMMANDS = (
     "jobgroup.local",
     "jobgroup.sweep",
     "jobgroup.doctor",
-    "jobgroup.scrape",
 )
 SERVICES = {
     "data": "data-server :8000",
