@@ -570,7 +570,7 @@ class TrainerSection(Section):
     """Record what `rlhf audit` needs to re-execute any step of the run and compare it bit for bit,
     in `run_dir/audit.jsonl` beside `run_dir/groups`."""
     run_dir: InHelp[Path | None] = None
-    """Directory of configuration, metrics, samples, curves and checkpoints. Unset: `runs/<group
+    """Directory of configuration, metrics, samples and checkpoints. Unset: `runs/<group
     name>`."""
     weight_sync: Literal["http", "shared", "distributed"] = "http"
     """How weights reach the engines. `http`: every rollout node downloads files. `shared`: it reads

@@ -201,7 +201,7 @@ class RunLog:
         self._metrics.evaluated(evaluation)
 
     def report(self, checkpoint: Path) -> None:
-        """Writes the curves and prints the summary of a run that ended with this checkpoint."""
+        """Prints the summary of a run that ended with this checkpoint."""
         self._recorder.report(checkpoint)
 
 
