@@ -49,7 +49,7 @@ _OWN_KERNELS = re.compile(
 """SGLang arguments for kernels that choose the experts themselves, and that arrange the weights of
 the experts in another way (of 0.5.21). A B200 may run them."""
 _SEVERAL_NODES = frozenset({"--nnodes", "--node-rank", "--dist-init-addr", "--nccl-init-addr"})
-"""SGLang arguments that spread an engine over nodes: its agent starts a process on its own only."""
+"""SGLang arguments that spread an engine over nodes."""
 _NOT_WITH_BROADCASTS = {
     "the ranks of an engine must be its rollout.tensor_parallel_size: set that instead, or set "
     "trainer.weight_sync http": (
@@ -194,6 +194,8 @@ def _conflicts(config: Settings) -> Iterator[str]:
         )
     if not embedded:
         yield from _engine_args(config)
+    if config.rollout.nodes_per_engine > 1:
+        yield from _several_nodes(config)
     yield from _sampling(config)
     yield from _lora(config)
     if config.rollout.colocate:
@@ -216,8 +218,8 @@ def _engine_args(config: Settings) -> Iterator[str]:
     given = {word.partition("=")[0] for word in config.rollout.engine_args}
     for word in sorted(given & _SEVERAL_NODES):
         yield (
-            f"rollout.engine_args has {word}, but an engine runs on one node: leave it out, and "
-            "set rollout.tensor_parallel_size"
+            f"rollout.engine_args has {word}, which every node of an engine gets with a value of "
+            "its own: leave it out, and set rollout.nodes_per_engine"
         )
     rollout = config.rollout
     distributed = config.trainer.weight_sync == "distributed"
@@ -251,6 +253,34 @@ def _engine_args(config: Settings) -> Iterator[str]:
         for reason, refused in _NOT_WITH_BROADCASTS.items():
             for word in sorted(given.intersection(refused)):
                 yield (f"rollout.engine_args has {word}, but with {{trainer.weight_sync}} {reason}")
+
+
+def _several_nodes(config: Settings) -> Iterator[str]:
+    """Refuses what does not go with an engine that is larger than a node."""
+    rollout = config.rollout
+    if rollout.engine == "embedded":
+        yield (
+            "{rollout.nodes_per_engine} needs an engine of several processes, and "
+            "rollout.engine embedded is one: set rollout.engine sglang, or leave "
+            "rollout.nodes_per_engine out"
+        )
+        return
+    if rollout.gpus_per_engine % rollout.nodes_per_engine:
+        yield (
+            f"the {rollout.gpus_per_engine} processes of an engine cannot be divided among "
+            "{rollout.nodes_per_engine}: set rollout.tensor_parallel_size to a multiple of it"
+        )
+    if rollout.colocate:
+        yield (
+            "{rollout.nodes_per_engine} spreads an engine over nodes, but with rollout.colocate "
+            "trainer and engine share the GPUs of one: set rollout.colocate to false"
+        )
+    if rollout.copies_per_engine > 1:
+        yield (
+            f"rollout.engine_args makes {rollout.copies_per_engine} copies of the model in one "
+            "engine, which SGLang cannot spread over {rollout.nodes_per_engine}: leave it out, "
+            "since the router already shares requests among engines, or add --enable-dp-attention"
+        )
 
 
 def _gdpo(config: Settings) -> Iterator[str]:

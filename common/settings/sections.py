@@ -318,7 +318,10 @@ class RolloutSection(Section):
     engine_args: InHelp[list[str]] = []
     """Further arguments for `sglang.launch_server`, passed on unchanged."""
     tensor_parallel_size: InHelp[PositiveInt] = 1
-    """GPUs that share one engine."""
+    """GPUs that share one engine, over all of its nodes."""
+    nodes_per_engine: PositiveInt = 1
+    """Consecutive nodes of rollout-server that form one engine (SGLang's `--nnodes`), for a model
+    larger than a node. Only the first of them answers requests."""
     colocate: InHelp[bool] = False
     """Let trainer and engines take turns on the same GPUs: the engines release their memory during
     the update, and the trainer keeps its models and optimisers in host memory during generation
@@ -391,10 +394,15 @@ class RolloutSection(Section):
 
     @property
     def gpus_per_engine(self) -> int:
-        """GPUs of an engine of SGLang: those of a tensor-parallel group, for each pipeline stage
-        and each copy of the model.
+        """GPUs of an engine of SGLang, over all of its nodes: those of a tensor-parallel group, for
+        each pipeline stage and each copy of the model.
         """
         return self.tensor_parallel_size * self._size(*_PIPELINE) * self.copies_per_engine
+
+    @property
+    def gpus_per_node(self) -> int:
+        """GPUs that an engine of SGLang uses on each of its nodes."""
+        return -(-self.gpus_per_engine // self.nodes_per_engine)
 
     def _size(self, *names: str) -> int:
         text = self.engine_argument(*names) or ""

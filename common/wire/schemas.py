@@ -381,6 +381,8 @@ class WorkerReport(Wire):
     """A number that grows as long as the node gets nearer to its next version."""
     tensor_parallel_size: int = Field(1, ge=1)
     """Processes of the engine, each with its own GPU if the engine uses GPUs."""
+    nodes_per_engine: int = Field(1, ge=1)
+    """Nodes that form its engine; only the first of them reports."""
     gpus: NonNegativeInt = 0
     """GPUs of the engine."""
     incarnation: _Name = ""
@@ -395,6 +397,64 @@ class EngineLibraries(Wire):
 
     torch: _Name
     nccl: _Name
+
+
+class EngineWeights(Wire):
+    """Weights that every node of an engine larger than one node must have on its disk."""
+
+    manifest: WeightManifest
+    path: _Words = ""
+    """Where the engine reads them, the same on every node; empty while the first node fetches
+    them."""
+
+    @property
+    def key(self) -> str:
+        """Identifies these weights at this path."""
+        return f"{self.manifest.run_id}-v{self.manifest.version} {self.path}"
+
+
+class EngineStart(Wire):
+    """One start of an engine larger than one node: a process on each node."""
+
+    id: _Name
+    dist_init_addr: _Name
+    """`host:port` on the first node, where the processes find each other."""
+    model_path: _Words
+    weight_version: _Name
+    weights: EngineWeights | None = None
+    """What `model_path` names; None for the base model."""
+    go: bool = False
+    """Whether the processes may start, because all nodes are prepared."""
+
+
+class EngineOrder(Wire):
+    """What the first node of an engine wants of the others (`GET /engine` of its agent)."""
+
+    revision: _Name
+    """Changes with every other field."""
+    start: EngineStart | None = None
+    """The start that should run; None: no process."""
+    weights: EngineWeights | None = None
+    """The weights to have on disk, besides those of the start."""
+
+
+class EngineNodeReport(Wire):
+    """State of a further node of an engine (`POST /engine/nodes` of the first node's agent)."""
+
+    name: _Name
+    prepared: _Name = ""
+    """The last start that this node has the weights for, with no earlier process left."""
+    cannot_start: _Name = ""
+    """The last start whose weights this node cannot get; `detail` says why."""
+    start: _Name = ""
+    """The start of the process that runs or ran here."""
+    ended: _Words = ""
+    """Why that process has ended; empty while it runs."""
+    holds: _Words = ""
+    """The `key` of the ordered weights that can be read here."""
+    detail: _Words = ""
+    progress: NonNegativeInt = 0
+    """A number that grows as long as the node gets nearer to what is wanted of it."""
 
 
 MAX_COMPLETIONS = 1024

@@ -139,7 +139,8 @@ def judge_engine(name: str, shape: ModelShape, config: Config, size: int) -> Res
         f"{tokens:,} tokens, {tokens // completion:,} completions of {completion:,}"
     )
     fix = (
-        "raise rollout.tensor_parallel_size and the GPUs of a node with it, "
+        "raise rollout.tensor_parallel_size and the GPUs of a node with it "
+        "(rollout.nodes_per_engine for several nodes), "
         "or --mem-fraction-static in rollout.engine_args; "
         "lower sampling.max_new_tokens, or use a smaller model"
     )

@@ -1,5 +1,5 @@
 """`python -m services.rollout`: the agent of a rollout node, with its engine, and on node
-0 the router, until SIGTERM.
+0 the router, until SIGTERM. With `rollout.nodes_per_engine` several nodes form one engine.
 
 Exit status `setting_status()` means a wrong setting, including one that the engine refuses; 1 means
 that the engine failed several times in a row, at its start or soon after it.
@@ -14,9 +14,10 @@ from common.process.metrics import Metrics
 from common.process.topology import ROLLOUT, Topology, setting_status
 from common.settings.config import Config, main
 from services.http.app import serve
-from services.rollout.agent import Agent
 from services.rollout.app import create_agent_app
-from services.rollout.engine_client import engine_command
+from services.rollout.engine_client import engine_command, first_node
+from services.rollout.first_node import FirstNodeAgent
+from services.rollout.further_node import FurtherNodeAgent
 from services.rollout.router import chosen_router, router_command
 
 
@@ -33,12 +34,18 @@ def run(config: Config) -> None:
         router_command(config, topology)
 
     metrics = Metrics("rollout-server")
-    agent = Agent(config, topology, metrics)
+    agent: FirstNodeAgent | FurtherNodeAgent
+    role = ""
+    if topology.node_rank == first_node(config, topology):
+        agent = FirstNodeAgent(config, topology, metrics)
+    else:
+        agent = FurtherNodeAgent(config, topology, metrics)
+        role = f" of the engine of {agent.first_node}"
     router, reason = chosen_router(config)
     because = f" ({reason})" if reason else ""
     settings = (
         f"node={topology.node_rank}/{topology.num_nodes} model={config.model.name} "
-        f"engine={config.rollout.engine} router={router}{because}"
+        f"engine={config.rollout.engine} router={router}{because}{role}"
     )
     host, port = topology.bind(ROLLOUT, config.rollout.agent_port)
     serve(create_agent_app(agent, metrics), host, port, settings)

@@ -68,19 +68,39 @@ class LoadFailed(ServiceError):
     code = "load_failed"
 
 
+def first_node(config: Config, topology: Topology) -> int:
+    """Returns the rank of the first node of this node's engine."""
+    return topology.node_rank - topology.node_rank % config.rollout.nodes_per_engine
+
+
 def engine_command(
     config: Config,
     topology: Topology,
     model_path: str,
     weight_version: str,
+    *,
+    dist_init_addr: str = "",
 ) -> list[str]:
-    """Returns the command line of this node's engine. Raises ConfigError when
-    `rollout.engine_python` is missing.
+    """Returns the command line of this node's engine, or of its process of an engine that is larger
+    than a node; the processes of one find each other at `dist_init_addr`.
+
+    Raises ConfigError when `rollout.engine_python` is missing, or the nodes cannot be divided into
+    engines.
     """
     rollout = config.rollout
+    nodes = rollout.nodes_per_engine
+    if topology.num_nodes % nodes:
+        raise ConfigError(
+            f"the {topology.num_nodes} nodes of rollout-server cannot be divided into engines of "
+            f"{nodes} nodes",
+            field="rollout.nodes_per_engine",
+            value=nodes,
+            remedy=f"set num_nodes of rollout-server to a multiple of {nodes}",
+        )
     host, port = topology.bind(ROLLOUT, rollout.engine_port)
-    # Engines must sample different answers.
-    seed = config.seed * topology.num_nodes + topology.node_rank
+    # Engines must sample different answers, and the nodes of one the same.
+    first = first_node(config, topology)
+    seed = config.seed * topology.num_nodes + first
     options: dict[str, object] = {
         "model-path": model_path,
         "host": host,
@@ -98,6 +118,10 @@ def engine_command(
         return [sys.executable, "-m", "services.engine", *to_options(options)]
 
     options["random-seed"] = seed
+    if nodes > 1:
+        options["nnodes"] = nodes
+        options["node-rank"] = topology.node_rank - first
+        options["dist-init-addr"] = dist_init_addr
     options |= _sglang_options(config, model_path)
     command = run_module(str(_sglang_python(rollout)), "sglang.launch_server")
     # The operator's own arguments come last, so that they win.
@@ -187,7 +211,7 @@ def engine_env(config: Config) -> dict[str, str]:
     if rollout.gpus_per_engine > 1:
         # SGLang wants to know the cores of every process; without its compiled operators it only
         # counts the entries.
-        env["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(["0"] * rollout.gpus_per_engine)
+        env["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(["0"] * rollout.gpus_per_node)
     if Path(config.model.name).is_dir():
         env["HF_HUB_OFFLINE"] = "1"  # else it asks the hub anyway
     return env

@@ -23,7 +23,16 @@ def placed(nodes: int, gpus: tuple[int, ...], **rollout: int) -> Placed:
 @pytest.mark.parametrize(
     ("task", "told"),
     [
+        (placed(4, (8,), nodes_per_engine=2, tensor_parallel_size=16), None),
         (placed(2, (8,), tensor_parallel_size=8), None),
+        (
+            placed(3, (8,), nodes_per_engine=2, tensor_parallel_size=16),
+            "3 nodes cannot be divided into engines of 2 (rollout.nodes_per_engine)",
+        ),
+        (
+            placed(2, (8, 4), nodes_per_engine=2, tensor_parallel_size=16),
+            "an engine needs 8 GPUs on each of its 2 nodes, but a node has 4",
+        ),
         (placed(2, (8,), tensor_parallel_size=16), "an engine needs 16 GPUs (rollout.tensor"),
     ],
 )
@@ -37,6 +46,6 @@ def test_an_engine_must_fit_its_nodes(task: Placed, told: str | None) -> None:
         assert found[0].startswith(told)
 
 
-def test_gpus_that_an_engine_leaves_idle_are_shown() -> None:
-    (warning,) = warnings([placed(2, (8,), tensor_parallel_size=4)])
+def test_gpus_that_an_engine_over_nodes_leaves_idle_are_shown() -> None:
+    (warning,) = warnings([placed(2, (8,), nodes_per_engine=2, tensor_parallel_size=8)])
     assert "a node has 8 GPUs, and its engine uses 4" in warning[1]

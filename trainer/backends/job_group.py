@@ -80,7 +80,11 @@ class JobGroupBackend(Backend):
 
     def agents(self) -> list[Client]:
         """Returns clients for the agents of the rollout nodes that are alive."""
-        nodes = sorted(int(worker.name.rpartition("-")[2]) for worker in self._board.workers())
+        nodes = sorted(
+            int(worker.name.rpartition("-")[2]) + number
+            for worker in self._board.workers()
+            for number in range(worker.nodes_per_engine)
+        )
         port = self._config.rollout.agent_port
         return [
             Client(f"{names.ROLLOUT}-{node}", self._topology.url(names.ROLLOUT, port, node))

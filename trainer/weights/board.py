@@ -390,8 +390,11 @@ class WeightBoard:
             self._excluded -= serving
             others = {name: worker for name, worker in alive.items() if name not in serving}
             missing = {name: each for name, each in others.items() if name not in self._excluded}
-            # The nodes of the job group, by the report of one: so many report.
-            expected = max((each.report.num_nodes for each in alive.values()), default=1)
+            # The engines of the job group, by the report of one: so many report.
+            expected = max(
+                (each.report.num_nodes // each.report.nodes_per_engine for each in alive.values()),
+                default=1,
+            )
             all_there = self._complete or len(alive) >= expected
             if serving and not missing and all_there:
                 return self._go_on_without()  # silent nodes may still generate with old weights

@@ -22,6 +22,7 @@ from common.process.progress import Progress, bounded
 from common.settings.config import Config
 from common.wire.schemas import WeightManifest
 from services.rollout.engine_client import EngineClient, adapters_kept, released_memory
+from services.rollout.engine_nodes import EngineNodes
 from services.rollout.loops import RateLimitedWarnings, wait_event
 from services.rollout.state import NodeState
 from services.rollout.supervision import SupervisedProcess
@@ -44,7 +45,8 @@ class WeightFollower:
     """Updates the engine to the newest weights, records the progress in `state`, and calls
     `changed`.
 
-    It uses the client `api` and restarts the process `engine` after repeated failures.
+    It uses the client `api` and restarts the process `engine` after repeated failures. `nodes` are
+    the others of an engine that is larger than this node: each loads from its own disk.
     """
 
     def __init__(
@@ -59,7 +61,9 @@ class WeightFollower:
         changed: Callable[[], None],
         name: str,
         metrics: Metrics,
+        nodes: EngineNodes,
     ) -> None:
+        self._nodes = nodes
         self._stuck_after_s = config.rollout.stuck_after_s
         self._adapters_kept = adapters_kept(config)
         self._state = state
@@ -249,10 +253,13 @@ class WeightFollower:
                 manifest = await self._with_files()
                 wanted = WeightId.of(manifest)
                 self._state.wanted = wanted
+            self._nodes.want(manifest)  # so that the other nodes fetch at the same time
             path = await self._store.fetch(manifest)
             self._seconds.labels(stage).observe(time.monotonic() - begin)
             self.newest = (manifest, path)
             self._lost_downloads = 0
+            if self._engine.up:
+                await self._nodes.hold(manifest, path)
 
             stage = "load"
             loaded = None

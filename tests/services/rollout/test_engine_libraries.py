@@ -10,8 +10,8 @@ from common.process.metrics import Metrics
 from common.process.topology import Topology
 from common.settings.config import Config
 from common.wire.schemas import WorkerReport
-from services.rollout.agent import Agent
 from services.rollout.engine_client import engine_libraries
+from services.rollout.first_node import FirstNodeAgent
 from trainer.weights.board import WeightBoard
 from trainer.weights.broadcast import Broadcaster
 from trainer.weights.transfer import Rendezvous
@@ -33,7 +33,7 @@ def settings(folder: Path, script: str, **trainer: str) -> Config:
 
 async def reported(config: Config) -> WorkerReport:
     """What the trainer gets from the agent of an engine that is about to start."""
-    agent = Agent(config, Topology(), Metrics("rollout"))
+    agent = FirstNodeAgent(config, Topology(), Metrics("rollout"))
     await agent._launch_engine()
     return WorkerReport.model_validate_json(agent.report().model_dump_json())
 

@@ -209,7 +209,7 @@ def test_dynamic_positions_are_refused_with_sglang(tmp_path: Path) -> None:
 def test_sglang_is_told_the_cores_of_every_process_on_a_cpu(tmp_path: Path) -> None:
     name = "SGLANG_CPU_OMP_THREADS_BIND"
     assert name not in engine_env(Config(rollout=rollout(tmp_path, device="cpu")))
-    parallel = rollout(tmp_path, device="cpu", tensor_parallel_size=2)
+    parallel = rollout(tmp_path, device="cpu", tensor_parallel_size=4, nodes_per_engine=2)
     assert engine_env(Config(rollout=parallel))[name] == "0|0"
 
 

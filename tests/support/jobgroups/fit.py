@@ -91,9 +91,18 @@ def _too_few_gpus(task: Placed, config: Config) -> Iterator[str]:
 def _engines_fit(task: Placed, config: Config) -> Iterator[str]:
     """Yields what keeps the engines of SGLang from fitting the nodes."""
     rollout = config.rollout
-    needed = rollout.gpus_per_engine
+    size = rollout.nodes_per_engine
+    if task.nodes % size:
+        yield (
+            f"{task.nodes} nodes cannot be divided into engines of {size} "
+            f"(rollout.nodes_per_engine): set num_nodes to a multiple of {size}"
+        )
+    needed = rollout.gpus_per_node
     told = f"an engine needs {needed} GPUs (rollout.tensor_parallel_size)"
-    fix = "request more GPUs per node"
+    fix = "request more GPUs per node, or set rollout.nodes_per_engine"
+    if size > 1:
+        told = f"an engine needs {needed} GPUs on each of its {size} nodes"
+        fix = "request more GPUs per node, or raise rollout.nodes_per_engine"
     for gpus in task.gpus:
         if needed > gpus > 0:
             yield f"{told}, but a node has {gpus}: {fix}"
@@ -130,7 +139,7 @@ def warnings(tasks: Sequence[Placed]) -> Iterator[tuple[str, str]]:
     """Yields what works, but rarely as intended, as (task, warning)."""
     for task in tasks:
         if task.name == ROLLOUT and isinstance(task.config, Config):
-            used = task.config.rollout.gpus_per_engine
+            used = task.config.rollout.gpus_per_node
             fix = "raise rollout.tensor_parallel_size, or use more nodes with fewer GPUs"
             for gpus in task.gpus:
                 if used < gpus > 1:

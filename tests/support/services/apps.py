@@ -22,8 +22,8 @@ from services.environment.service import EpisodeService
 from services.environment.template import Template
 from services.replay.app import create_replay_app
 from services.reward.app import create_reward_app
-from services.rollout.agent import Agent
 from services.rollout.app import create_agent_app
+from services.rollout.first_node import FirstNodeAgent
 from tests.support.environments.environments import BASE, AnsweringEngine
 from tests.support.environments.own_environments import INSISTS, OPEN_SESSION
 from tests.support.paths import ROOT
@@ -65,7 +65,7 @@ def make(service: str, config: Config) -> FastAPI:
         return make_app(Engine(Model(Path(config.model.name), 64), max_running=8))
     if service == "agent":
         metrics = Metrics("rollout-server")
-        return create_agent_app(Agent(config, Topology(), metrics), metrics)
+        return create_agent_app(FirstNodeAgent(config, Topology(), metrics), metrics)
     board = WeightBoard(config.state_dir / "weights")
     board.announce(write_version([("weight", torch.zeros(4))], [], board.directory, "run", 1))
     metrics = Metrics("ppo-trainer")

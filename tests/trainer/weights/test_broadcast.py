@@ -284,5 +284,7 @@ def test_arguments_that_differ_between_the_nodes_of_an_engine_are_refused(weight
         "trainer": {"weight_sync": weight_sync},
         "rollout": {"engine_args": ["--nnodes", "2"]},
     }
-    with pytest.raises(ValueError, match=r"rollout\.engine_args has --nnodes.*one node"):
+    with pytest.raises(
+        ValueError, match=r"rollout\.engine_args has --nnodes.*rollout\.nodes_per_engine"
+    ):
         Config.model_validate(settings)
