@@ -17,6 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from common import Json
 from trainer.observe.group_files import LINES, GroupSummary, StepGroups
 from trainer.observe.jsonl import JsonlReader
+from trainer.observe.regrades import REGRADES, RegradedGroup, read_regrades
 
 _EXCERPT_CHARS = 200
 _SCHEMA = """
@@ -27,6 +28,7 @@ CREATE TABLE groups (
 );
 CREATE INDEX by_id ON groups (id, step);
 CREATE INDEX by_prompt ON groups (prompt_id, step);
+CREATE TABLE regraded (step INTEGER, id TEXT, PRIMARY KEY (step, id)) WITHOUT ROWID;
 CREATE TABLE prompts (
     prompt_id TEXT PRIMARY KEY, excerpt TEXT NOT NULL, folded TEXT NOT NULL
 ) WITHOUT ROWID;
@@ -57,9 +59,11 @@ _MARKS = (
     "stale",
     "zero_variance",
     "reused",
+    "regraded",
     *_ENDINGS,
 )
-"""Reasons of drops (each also `dropped`), and marks of other groups."""
+"""Reasons of drops (each also `dropped`), and marks of other groups; `regraded`: `rlhf regrade`
+gives an answer another grade."""
 Whole = Annotated[int, Field(ge=0, lt=2**53)]
 _Row = Json
 """What the page gets of a group."""
@@ -95,6 +99,9 @@ class GroupIndex:
         self._db = sqlite3.connect(":memory:", isolation_level=None, check_same_thread=False)
         self._db.executescript(_SCHEMA)
         self._left: dict[str, int] | None = None
+        self._run_dir = run_dir
+        self._regrades: dict[tuple[int, str], RegradedGroup] = {}
+        self._regraded_at = 0
 
     def search(
         self,
@@ -151,7 +158,11 @@ class GroupIndex:
 
     def _rows(self, condition: str, *values: Any) -> list[_Row]:
         query = f"SELECT shown, excerpt {_FROM} WHERE {condition}"
-        return [_shown(row) for row in self._db.execute(query, values)]
+        rows = [_shown(row) for row in self._db.execute(query, values)]
+        for row in rows:
+            regrade = self._regrades.get((row["step"], row["id"]))
+            row["regraded"] = regrade and asdict(regrade)
+        return rows
 
     def problems(self) -> list[str]:
         """Returns a sentence for each missing or damaged part."""
@@ -181,6 +192,18 @@ class GroupIndex:
                 if time.monotonic() > end and self._lines.done < size:
                     self._left = {"done": self._lines.done, "of": size}
                     break
+            self._read_regrades()
+
+    def _read_regrades(self) -> None:
+        """Reads the file of `rlhf regrade` if it is another one than before."""
+        path = self._run_dir / REGRADES
+        changed = path.stat().st_mtime_ns if path.exists() else 0
+        if changed == self._regraded_at:
+            return
+        self._regraded_at = changed
+        self._regrades = read_regrades(self._run_dir)
+        self._db.execute("DELETE FROM regraded")
+        self._db.executemany("INSERT INTO regraded VALUES (?, ?)", self._regrades)
 
     def _insert(self, line: StepGroups) -> None:
         groups = [*line.groups, *line.dropped]
@@ -217,6 +240,8 @@ def _where(query: Query) -> tuple[str, list[Any]]:
     elif query.error == "any":
         endings = " OR ".join(f"instr(marks, '|{mark}|')" for mark in _ENDINGS)
         terms.append(f"(reason != '' OR {endings})")
+    elif query.error == "regraded":
+        terms.append("(step, id) IN (SELECT step, id FROM regraded)")
     elif query.error:
         terms.append("instr(marks, ?)")
         values.append(f"|{query.error}|")

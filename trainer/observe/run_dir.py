@@ -47,6 +47,9 @@ from trainer.trackers.trackers import Trackers
 log = logging.getLogger("run")
 _SHOWN_PROBLEMS = 3
 ATTEMPTS = "attempts.jsonl"
+AUDIT = "audit.jsonl"
+WHY = "why.json"
+"""What `rlhf why` found last."""
 _OF_EACH_RUN = frozenset({"state_dir", "trainer.run_dir", "trackers.run_name"})
 """Settings that each run has its own value of, and that do not affect training."""
 DETAILS = frozenset(

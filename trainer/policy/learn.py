@@ -30,15 +30,8 @@ def shared_batch(groups: list[TrainingGroup], policy: Policy) -> Batch:
     return batch.shared(ranks)
 
 
-def learn(
-    policy: Policy, reference: Reference, critic: ValueFunction, batch: Batch
-) -> tuple[PolicyUpdate, CriticMetrics | None]:
-    """Fills the columns of `batch` and updates the models. A collective; the caller counts the
-    step. Advantages, and log-probabilities if they are recorded, are of all rows on rank 0.
-
-    The result depends on nothing but the models, the batch, the settings and the step: randomness,
-    such as dropout, is seeded here. Returns the metrics of policy and critic.
-    """
+def fill(policy: Policy, reference: Reference, critic: ValueFunction, batch: Batch) -> None:
+    """Fills the columns of `batch`: what an update needs besides its tokens. A collective."""
     config = policy.config
     ranks = policy.ranks
     torch.manual_seed((policy.seed * 4096 + ranks.rank) % 2**63)
@@ -51,10 +44,24 @@ def learn(
         batch, config, policy.kl_coef, ranks.sum_shares
     )
 
+
+def learn(
+    policy: Policy, reference: Reference, critic: ValueFunction, batch: Batch
+) -> tuple[PolicyUpdate, CriticMetrics | None]:
+    """Fills the columns of `batch` and updates the models. A collective; the caller counts the
+    step. Advantages, and log-probabilities if they are recorded, are of all rows on rank 0.
+
+    The result depends on nothing but the models, the batch, the settings and the step: randomness,
+    such as dropout, is seeded here. Returns the metrics of policy and critic.
+    """
+    ranks = policy.ranks
+    fill(policy, reference, critic, batch)
+
     critic_metrics = critic.update(batch, policy.seed)
     warming_up = critic.warming_up(policy.step)
     update = policy.skip_update() if warming_up else policy.update(batch)
 
+    assert batch.advantages is not None, "`fill` computes them"
     batch.advantages = batch.whole(batch.advantages, ranks)
     if batch.old_logprobs is not None:
         batch.old_logprobs = batch.whole(batch.old_logprobs, ranks)

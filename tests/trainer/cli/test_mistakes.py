@@ -31,6 +31,7 @@ from trainer.cli import (
     train_math,
 )
 from trainer.dashboard import __main__ as dashboard
+from trainer.what_if import regrade
 
 GROUP = "jobgroup/rlhf-math-jobgroup.yaml"
 PROGRAMS: dict[str, Callable[[list[str]], Any]] = {
@@ -41,6 +42,7 @@ PROGRAMS: dict[str, Callable[[list[str]], Any]] = {
     "compare": compare.main,
     "diagnose": diagnose.main,
     "replay": replay.main,
+    "regrade": regrade.main,
     "tiny_model": tiny_model.main,
     "dashboard": dashboard.main,
     "local": local.main,

@@ -124,6 +124,7 @@ class Viewer {
       row.advantage === null ? "" : `|advantage| ${short(row.advantage)}`,
       row.delta === null ? "" : `|Δ logprob| ${short(row.delta)}`,
       `weights ${weights}`,
+      row.regraded ? `regraded ${row.regraded.changed}/${row.completions}` : "",
     ];
     const button = el(
       "button",
