@@ -31,7 +31,7 @@ from rich.console import Console
 
 from benchmarks.command import command_parser, figures_table
 from benchmarks.processes import ROOT
-from benchmarks.true_size.cases import BY_NAME, CASES, Case
+from benchmarks.true_size.cases import BY_NAME, CASES, ENGINES, Case
 from benchmarks.true_size.meter import Meter, Use
 from common.errors import ServiceError
 from common.models.flow import Traffic, answer_flow
@@ -128,6 +128,7 @@ def job_group(case: Case, options: Any, directory: Path) -> list[str]:
         "clock": options.clock,
         "seconds_per_token": case.pass_s_per_token / ratio,
         "turns": case.turns,
+        "max_staleness": case.max_staleness,
     }
     env = {
         "RUN_CONFIG": config,
@@ -312,7 +313,7 @@ def _print(
     host = 0.0
     for name, values in sorted(idle.items(), key=lambda item: -sum(item[1])):
         mean = sum(values) / len(computed)
-        host += 0.0 if name == "wait" else mean
+        host += 0.0 if name == ENGINES else mean
         table.add_row(f"GPU idle: {name}", f"{mean:.2f}")
     table.add_row("GPU waits for the host, in all", f"{host:.2f}")
     table.add_row("wall time of a step", f"{seconds / steps:.2f}")

@@ -148,7 +148,8 @@ class ProgramRunner(EpisodeRunner):
             if self._plays_tasks:
                 task = await asyncio.to_thread(HarborTask.read, content["columns"])
                 spec = task.spec(spec)
-            container = await self._runtime.start(spec, home)
+            with session.clock.stopped():  # a pod waits for room in its cluster
+                container = await self._runtime.start(spec, home)
             try:
                 agent_s = task.settings.agent.timeout_sec if task else None
                 async with session.clock.limit(agent_s):

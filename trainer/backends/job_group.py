@@ -167,7 +167,7 @@ def _clients(config: Config, topology: Topology, context: BackendContext) -> Ser
     replays = config.trainer.routing_replay
     if tokens >= (_READ_APART_TOKENS // 100 if replays else _READ_APART_TOKENS):
         readers = helper_processes(2 if replays else 1)
-        services.rollout.receives_few = replays
+        services.rollout.directory = config.state_dir / EXPERTS
         services.rollout.readers = context.stack.enter_context(readers)
     services.rollout.repeats_prompt = config.rollout.engine == "sglang"
     services.rollout.seeds_apart = config.reproducible and config.rollout.engine == "sglang"

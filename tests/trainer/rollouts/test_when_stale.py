@@ -156,7 +156,7 @@ class Simulation:
                     self._next_event(slots - FRESH)
                 self.engine.now = begun + 1
                 self.engine.versions.append((self.engine.now, step + 1))
-                self.rollouts.start_acknowledging(batch)()
+                self.rollouts.start_acknowledging(batch)
                 served: Future[None] = Future()
                 self.rollouts.free_slots(batch, when=served)
                 served.set_result(None)
