@@ -140,10 +140,11 @@ def build_run(
             shared=config.rollout.colocate,
         ),
         total_steps=policy.total_steps,
+        rollouts=rollouts,
         clock=clock,
     )
-    if leader is not None and rollouts is not None:
-        leader.complete(run, rollouts, listener=listener or Listener(), saved=saved)
+    if leader is not None:
+        leader.complete(run, listener or Listener(), saved)
     if config.trainer.audit:
         run.audit = Audit(run_dir if leader else None, run.run_id)
         engine = backend.engine_kind if leader else ""
@@ -269,10 +270,9 @@ class _Leader:
             vocabulary=vocabulary,
         )
 
-    def complete(
-        self, run: Run, rollouts: Rollouts, *, listener: Listener, saved: Path | None
-    ) -> None:
+    def complete(self, run: Run, listener: Listener, saved: Path | None) -> None:
         """Adds rank 0's parts to a run that continues from the checkpoint `saved`."""
+        assert run.rollouts is not None, "rank 0 has them"
         config = self.config
         policy = run.policy
         steps = run.total_steps
@@ -314,7 +314,7 @@ class _Leader:
             gpus=partial(self._gpus, run.ranks),
             collecting_cpu=self.loop.cpu_seconds,
             verdicts=self.verdicts,
-            drops=rollouts.drops,
+            drops=run.rollouts.drops,
             dropout=policy.scorer.dropout,
         )
         if policy.step >= steps:
@@ -326,7 +326,6 @@ class _Leader:
         # Tells the next attempt that the stored experience is its own.
         run.checkpoints.directory.mkdir(exist_ok=True)
 
-        run.rollouts = rollouts
         run.evaluator = Evaluator(
             config,
             self.services,

@@ -22,8 +22,7 @@ def train(run: Run) -> None:
     with run.training():
         while policy.step < run.total_steps:
             run.begin_step()
-            groups = rollouts.next(policy.step) if rollouts else []
-            batch = shared_batch(groups, policy)
+            batch = shared_batch(rollouts.next(policy.step) if rollouts else [], policy)
 
             # The report of a stalled run names this place.
             watchdog.at(f"the update of step {policy.step + 1}")
@@ -48,3 +47,4 @@ def train(run: Run) -> None:
             if rollouts:
                 rollouts.free_slots(batch, when=served)
             run.end_step(batch, update, critic_metrics)
+            del batch, update  # the next answers need the memory while `next` waits for them

@@ -130,7 +130,7 @@ def serve_answers(name: str, port: int) -> None:
 
     case = BY_NAME[name]
     options = case.speed(case.engines, 1.0, 1.0, 256)
-    pieces = Pieces(Speed(**options))
+    pieces = Pieces(Speed(**options))  # type: ignore[arg-type]
     meta = {
         "id": "0",
         "finish_reason": {"type": "stop", "matched": 2},

@@ -378,6 +378,10 @@ def test_a_group_that_does_not_wait_to_be_trained_on_ends_the_run(
             await other.add([trained])
             with pytest.raises(CollectFailed, match="which does not wait to be trained on"):
                 await made.take(FRESH + 1)
+            made.collector._held.add(listed["id"])
+            with pytest.raises(CollectFailed, match="handed out before") as error:
+                await made.take(FRESH)
+            assert error.value.field == "id"
 
         with made.rollouts.collecting(0, 1):
             made.loop.call(lose())
