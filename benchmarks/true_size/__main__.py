@@ -231,7 +231,7 @@ def main() -> None:
     parser.add_argument("--keep", type=Path, help="a new directory for the run, which is kept")
     options = parser.parse_args()
     if options.kills:
-        options.steps = max(options.steps, len(KILLED) + 1)
+        options.steps = max(options.steps, len(KILLED) + 2)  # the first step is left alone
     case = BY_NAME[options.case]
     print(f"{case.about}: a share of {options.share:g}, clock {options.clock:g}", flush=True)
     with tempfile.TemporaryDirectory() as temporary:

@@ -11,7 +11,8 @@ from tests.chaos.group import Group, wait_gone
 from tests.chaos.invariants import read_evidence, violations
 from tests.chaos.targets import Process, find, send
 
-KILLED = ("agent-0", "replay-buffer", "reward-server", "data-server", "router", "trainer rank 1")
+_RANK = "trainer rank 1"
+KILLED = ("agent-0", "replay-buffer", _RANK, "reward-server", "data-server", "router")
 _PART_OF_STEP = 0.4
 """The kill comes when this part of a step has passed: the engines generate, and groups arrive."""
 _NOT_HERE = ("accuracy:", "|Δ logprob|")
@@ -75,7 +76,7 @@ class Kills:
 
 
 def _victim(name: str, running: list[Process]) -> Process | None:
-    if name != "trainer rank 1":
+    if name != _RANK:
         return find(name, running)
     ranks = [each for each in running if role(each) == "trainer, other ranks"]
     return next((each for each in ranks if "-u" in each.argv), None)

@@ -56,7 +56,7 @@ from trainer.timing import StageClock
 
 _STORED_AT_ONCE = 32
 """Groups in a call to the replay-buffer, as the collector's."""
-_JOIN_S = 600.0
+_JOIN_S = 7200.0
 
 
 @dataclass
