@@ -28,7 +28,7 @@ SHARED = 8.0
 RETURNED = 8.0
 """Advantage and log-probability, from the rank that computed the row."""
 
-_HELD = 84.0
+_HELD = 40.0
 """Bytes of host memory for a token on rank 0, which parses, holds and records all of them."""
 _OWN = 27.0
 """The same for a token of another rank's rows."""
@@ -37,13 +37,15 @@ _RANK = 570e6
 _READ = 2.5 * 2
 """The same for an expert of a token of one group: two bytes, as they come from the process that
 reads answers and as arrays, and the one that is written."""
-_READER = 150e6
-_PARSED = 4.1
+_READER = 490e6  # of a rehearsal, which loads torch there; 120e6 without
+_PARSED = 2.9
 """Host memory of the process that reads answers, for a byte of the JSON of a group."""
 _ROUTER = 113e6
+_BUFFERED = 0.6
+"""Host memory of the router for a byte of the bodies that arrive together."""
 _GROWN = 1.6
-"""Host memory of the router for a byte of a body of hundreds of MB, whose buffer grows by steps."""
-_REPLAY = 140e6
+"""The same where each body has hundreds of MB: its buffer grows by steps."""
+_REPLAY = 142e6
 _REWARD = 122e6
 
 
@@ -76,7 +78,7 @@ def answer_flow(
     of_group = 1 / config.trainer.batch_size
     # Answers of one length that run at once end together, and the router holds their JSON.
     running = min(1.0, engines * config.rollout.max_running_requests / answers)
-    buffered = json * (_GROWN if experts_of_token else 1.0)
+    buffered = json * (_GROWN if experts_of_token else _BUFFERED)
     experts = tokens * experts_of_token * _READ
     return {
         "router": Traffic(json, json, _ROUTER + running * buffered),

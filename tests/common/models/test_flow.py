@@ -24,11 +24,12 @@ MEASURED = {
         "reward-server": (123, 8.2, 0.0),
     },
     1 / 8: {
-        "trainer rank 0": (1279, 401.7, 166.5),
-        "trainer, other ranks": (677, 33.8, 33.8),
-        "router": (186, 367.9, 377.3),
-        "replay-buffer": (152, 99.9, 0.0),
-        "reward-server": (122, 32.7, 0.0),
+        "trainer rank 0": (897, 401.7, 167.2),
+        "trainer, other ranks": (660, 33.8, 33.6),
+        "readers of answers": (498, 0.0, 0.0),
+        "router": (148, 333.5, 380.8),
+        "replay-buffer": (173, 99.9, 0.0),
+        "reward-server": (140, 32.7, 0.0),
     },
 }
 """Peak, received and sent MB by share of the 7B case (docs/reports/archive/2026-11-28-true-size.md),
