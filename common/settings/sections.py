@@ -224,8 +224,8 @@ class TeacherSection(Section):
     """Weight of log π_teacher − log π of each token, which is added to its advantage."""
     timeout_s: PositiveFloat = 120.0
     """Seconds for the scores of one group, with all retries, in which the teacher does not get on
-    with what it has (SGLang says whether it does). Then the group is dropped and its prompt tried
-    again."""
+    with what it has: SGLang says whether it does, of other servers each answer counts. Then the
+    group is dropped and its prompt tried again."""
     concurrency: PositiveInt = 16
     """Groups scored at once."""
 

@@ -59,6 +59,11 @@ def needs(plan: Plan) -> Iterator[Need]:
             pulled = _PULLED * job.num_nodes * 2 * parameters
             yield Need(folder, f"{_PULLED} pulled versions", pulled)
         elif job.name == TRAINER:
+            if shape and job.config.trainer.routing_replay:
+                # Of all answers that have a slot; a number above 255 takes two bytes.
+                of_token = shape.layers * shape.experts_per_token * (1 + shape.experts // 257)
+                tokens = (job.config.trainer.max_staleness + 1) * job.config.step_tokens
+                yield Need(folder, "experts of the answers", tokens * of_token)
             folder = job.path(job.config.trainer.run_dir or Path("runs") / plan.group)
             for what, size in _trainer_sizes(job, shape).items():
                 yield Need(folder, what, size)
@@ -80,8 +85,7 @@ def _trainer_sizes(job: PlannedTask, shape: ModelShape | None) -> dict[str, int]
     published = trained if config.lora.publishes_adapter else parameters
     recorded = trainer.keep_groups_mb << 20
     if trainer.max_steps:
-        completions = trainer.max_steps * trainer.batch_size * config.sampling.group_size
-        recorded = min(recorded, completions * config.sampling.max_new_tokens * _RECORDED)
+        recorded = min(recorded, trainer.max_steps * config.step_tokens * _RECORDED)
     return {
         f"{kept} checkpoints": kept * state_bytes(config) * trained,
         f"{_VERSIONS} weight versions": _VERSIONS * width * published,

@@ -43,6 +43,7 @@ from services.environment.user_server import PORT, UserServer, is_url
 GRACE_S = 10.0
 """Time in which a program must end by itself after its reward call."""
 _SHOWN_CHARS = 1000
+_START_S = 900.0  # for a container
 _ENGINES_S = 86_400.0
 """Most seconds that an episode is taken to wait for its model: containers that are older were left
 behind."""
@@ -147,7 +148,9 @@ class ProgramRunner(EpisodeRunner):
             if self._plays_tasks:
                 task = await asyncio.to_thread(HarborTask.read, content["columns"])
                 spec = task.spec(spec)
-            container = await self._runtime.start(spec, home)
+            # Its own time: a pod waits for room in its cluster.
+            with session.clock.stopped():
+                container = await asyncio.wait_for(self._runtime.start(spec, home), _START_S)
             try:
                 agent_s = task.settings.agent.timeout_sec if task else None
                 async with session.clock.limit(agent_s):

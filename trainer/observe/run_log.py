@@ -52,9 +52,11 @@ class RunLog:
         gpus: Callable[[], int | None] = lambda: None,
         collecting_cpu: Callable[[], float] = lambda: 0.0,
         verdicts: Verdicts,
+        drops: Drops,
         dropout: Collection[str] = (),
     ) -> None:
         self._config = config
+        self._drops = drops
         self._verdicts = verdicts
         self._recorder = recorder
         self._metrics = metrics
@@ -76,7 +78,7 @@ class RunLog:
         self._dropout = dropout
 
     @contextmanager
-    def training(self, step: int, total_steps: int, drops: Drops) -> Iterator[None]:
+    def training(self, step: int, total_steps: int) -> Iterator[None]:
         """Shows a progress bar and runs the clocks inside the block; flushes the log at the end."""
         self._metrics.begin(step, total_steps)
         with self._recorder.progress(step, total_steps):
@@ -88,7 +90,7 @@ class RunLog:
                 yield
                 self._groups.flush()
             except BaseException:
-                self._groups.abort(self._step + 1, _dropped(drops))
+                self._groups.abort(self._step + 1, _dropped(self._drops))
                 raise
 
     def step(
@@ -98,12 +100,12 @@ class RunLog:
         update: PolicyUpdate,
         critic: CriticMetrics | None,
         *,
-        drops: Drops,
         weights_checksum: str | None = None,
     ) -> Mapping[str, Any]:
         """Records a finished step, and returns its line of `metrics.jsonl`, whose numbers
         `trainer.observe.metrics` explains.
         """
+        drops = self._drops
         self._step = step
         record = self._record(step, batch, update)
         # The counts are totals of the run, the line has what was added since the last step.
