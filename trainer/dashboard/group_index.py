@@ -6,7 +6,6 @@ import math
 import sqlite3
 import threading
 import time
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,7 +15,6 @@ from msgspec.structs import asdict
 from pydantic import BaseModel, ConfigDict, Field
 
 from common import Json
-from trainer.dashboard.text_search import Place
 from trainer.observe.group_files import LINES, GroupSummary, StepGroups
 from trainer.observe.jsonl import JsonlReader
 from trainer.observe.regrades import REGRADES, RegradedGroup, read_regrades
@@ -30,7 +28,6 @@ CREATE TABLE groups (
 );
 CREATE INDEX by_id ON groups (id, step);
 CREATE INDEX by_prompt ON groups (prompt_id, step);
-CREATE TABLE hits (step INTEGER, place INTEGER, PRIMARY KEY (step, place)) WITHOUT ROWID;
 CREATE TABLE regraded (step INTEGER, id TEXT, PRIMARY KEY (step, id)) WITHOUT ROWID;
 CREATE TABLE prompts (
     prompt_id TEXT PRIMARY KEY, excerpt TEXT NOT NULL, folded TEXT NOT NULL
@@ -86,7 +83,7 @@ class Query(BaseModel):
     """Tokens of the longest completion."""
     length_max: Whole | None = None
     text: str = Field("", max_length=1000)
-    """Text in the prompt or a completion, in any case, or the id of a prompt or a group."""
+    """Text in the prompt, in any case, or the id of a prompt or a group."""
     error: str | None = Field(None, pattern=f"^(any|none|{'|'.join(_MARKS)})$")
     """A mark; `any`: every group with an unusual ending or a reason, `none`: every other group."""
     sort: str = Field("-step", pattern="^-?(step|reward|length|advantage|delta|position)$")
@@ -112,16 +109,14 @@ class GroupIndex:
         *,
         limit: int,
         offset: int,
-        hits: Iterable[Place] = (),
         around: tuple[str, int | None] | None = None,
         patience_s: float = math.inf,
     ) -> tuple[int, int, list[_Row]]:
         """Returns the number of matching groups, the offset, and up to `limit` rows from there, in
         query order.
 
-        `hits` are the groups with a completion that contains `query.text`. The offset is `offset`,
-        or that of the page with the group `around` (id and step). After `patience_s` only the part
-        of the file read so far is searched.
+        The offset is `offset`, or that of the page with the group `around` (id and step). After
+        `patience_s` only the part of the file read so far is searched.
         """
         where, values = _where(query)
         source = _FROM if query.text else "FROM groups"
@@ -130,9 +125,6 @@ class GroupIndex:
         order = f"{column} {direction} NULLS LAST, step DESC, place"
         with self._lock:
             self._refresh(patience_s)
-            if query.text:
-                self._db.execute("DELETE FROM hits")
-                self._db.executemany("INSERT INTO hits VALUES (?, ?)", hits)
             matching = f"{source} WHERE {where}"
             (total,) = self._db.execute(f"SELECT COUNT(*) {matching}", values).fetchone()
             if around is not None:
@@ -241,10 +233,7 @@ def _where(query: Query) -> tuple[str, list[Any]]:
             terms.append(term)
             values.append(bound)
     if query.text:
-        terms.append(
-            "(instr(folded, ?) OR prompt_id = ? OR id = ? "
-            "OR (step, place) IN (SELECT step, place FROM hits))"
-        )
+        terms.append("(instr(folded, ?) OR prompt_id = ? OR id = ?)")
         values += [query.text.casefold(), query.text, query.text]
     if query.error == "none":
         terms.append("marks IN ('||', '|reused|')")

@@ -8,10 +8,9 @@ from dataclasses import replace
 
 import torch
 
-from common.wire.schemas import CriticMetrics
 from trainer.algorithms.batch import Batch, TrainingGroup
 from trainer.algorithms.compute_advantages import compute_advantages
-from trainer.policy.critic import ValueFunction
+from trainer.policy.critic import CriticMetrics, ValueFunction
 from trainer.policy.policy import Policy, PolicyUpdate
 from trainer.policy.reference import Reference
 
@@ -58,11 +57,9 @@ def learn(
     ranks = policy.ranks
     fill(policy, reference, critic, batch)
 
-    # A critic-server learns while the policy is updated here.
-    finish_critic_update = critic.start_update(batch, policy.seed)
+    critic_metrics = critic.update(batch, policy.seed)
     warming_up = critic.warming_up(policy.step)
     update = policy.skip_update() if warming_up else policy.update(batch)
-    critic_metrics = finish_critic_update()
 
     assert batch.advantages is not None, "`fill` computes them"
     batch.advantages = batch.whole(batch.advantages, ranks)

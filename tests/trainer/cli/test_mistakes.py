@@ -434,7 +434,7 @@ def test_a_mistake_in_the_python_api_is_reported_with_its_field(
 
 SERVE = ("trainer.report", "trainer.dashboard")
 """Commands whose pages FastAPI serves."""
-SERVICES = ["data", "rollout", "reward", "replay", "environment", "critic", "engine"]
+SERVICES = ["data", "rollout", "reward", "replay", "environment", "engine"]
 COMMAND_MODULES = [module for module, _ in COMMANDS.values()]
 MODULES = [
     *(module for module in COMMAND_MODULES if module not in SERVE),
