@@ -12,7 +12,6 @@ from functools import partial
 from pathlib import Path
 
 from common.clients.base import wait_healthy
-from common.clients.critic import CriticClient
 from common.process import watchdog
 from common.process.logs import set_run
 from common.process.loop_thread import LoopThread
@@ -97,24 +96,15 @@ def build_run(
     continues = policy.step > 0 or attempted
 
     watchdog.at("waiting for the services and the first publishing")
-    client: CriticClient | None = None
     publisher: WeightPublisher | None = None
     rollouts: Rollouts | None = None
     clock = StageClock()
     if leader is not None:
         clock = leader.clock
         leader.start_services(policy)
-        client = leader.services.critic
         publisher = leader.publisher
         rollouts = leader.rollouts(policy, state)
-    critic = value_function(
-        config,
-        ranks,
-        client,
-        loop=leader.loop if leader else None,
-        run_id=leader.run_id if leader else "",
-    )
-    critic.restore(saved)
+    critic = value_function(config, ranks, saved)
     steps = rollouts.prepare(policy.step, continues) if rollouts else 0
     policy.total_steps = ranks.broadcast(steps)
 

@@ -5,7 +5,7 @@
 | `rollouts` | prompts → graded groups in the replay buffer → batches | `trainer/rollouts/` |
 | `policy` | the model, its optimizer and its updates | `trainer/policy/policy.py` |
 | `reference` | the model that the KL term compares with | `trainer/policy/reference.py` |
-| `critic` | values and their updates, here or in the critic-server | `trainer/policy/critic.py` |
+| `critic` | values and their updates | `trainer/policy/critic.py` |
 | `weights` | publishes the policy's weights to the engines | `trainer/weights/` |
 | `lease` | the GPUs that trainer and engines share | `trainer/weights/gpu_lease.py` |
 | `evaluator` | accuracy on the held-out problems | `trainer/evaluation/` |
@@ -26,7 +26,6 @@ from common.errors import ServiceError
 from common.process import watchdog
 from common.process.run_lock import RunLock
 from common.settings.config import Config
-from common.wire.schemas import CriticMetrics
 from learning.out_of_memory import exhausted_memory
 from learning.ranks import Ranks
 from trainer.algorithms.batch import Batch
@@ -35,7 +34,7 @@ from trainer.evaluation.evaluator import Evaluator
 from trainer.observe.audit import Audit
 from trainer.observe.run_log import RunLog
 from trainer.policy.checkpoint import Checkpoints, RunState
-from trainer.policy.critic import ValueFunction
+from trainer.policy.critic import CriticMetrics, ValueFunction
 from trainer.policy.identity import Facts
 from trainer.policy.policy import Policy, PolicyUpdate
 from trainer.policy.reference import Reference

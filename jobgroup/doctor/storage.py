@@ -16,7 +16,7 @@ import psutil
 
 from common.errors import ConfigError
 from common.models.memory import ModelShape, state_bytes
-from common.process.topology import CRITIC, DATA, REPLAY, ROLLOUT, TRAINER
+from common.process.topology import DATA, REPLAY, ROLLOUT, TRAINER
 from jobgroup.doctor.plan import Plan, PlannedTask
 from jobgroup.doctor.report import Result, expect, fits, gb
 
@@ -55,10 +55,6 @@ def needs(plan: Plan) -> Iterator[Need]:
         if job.name == REPLAY:
             tokens = job.config.replay.capacity * job.config.sampling.max_new_tokens
             yield Need(folder, "full replay store", tokens * _TOKEN)
-        elif job.name == CRITIC:
-            yield Need(
-                folder, "2 checkpoints of the critic", 2 * state_bytes(job.config) * parameters
-            )
         elif job.name == ROLLOUT and not adapter_only:
             pulled = _PULLED * job.num_nodes * 2 * parameters
             yield Need(folder, f"{_PULLED} pulled versions", pulled)
@@ -83,7 +79,7 @@ def _trainer_sizes(job: PlannedTask, shape: ModelShape | None) -> dict[str, int]
         trained = shape.lora_parameters(config.lora.rank, config.lora.target_modules)
 
     kept = config.checkpoint.keep + 2  # the best one, and the one being written
-    if config.algorithm.needs_critic and config.critic.location == "trainer":
+    if config.algorithm.needs_critic:
         kept *= 2
     width = 2 if config.model.dtype == "bfloat16" and job.gpus else 4
     published = trained if config.lora.publishes_adapter else parameters

@@ -58,7 +58,6 @@ class ProgramRunner(EpisodeRunner):
         slots: maximum concurrent programs; others wait, and their deadline starts later.
         gateway: URL at which programs reach this server.
         section: where commands run.
-        has_reward: whether every episode gives a reward; None: known once an episode gave one.
         plays_tasks: whether the rows name Harbor tasks, which grade their episodes.
 
     Raises:
@@ -74,12 +73,12 @@ class ProgramRunner(EpisodeRunner):
         slots: int,
         gateway: str,
         section: RuntimeSection,
-        has_reward: bool | None = None,
         plays_tasks: bool = False,
     ) -> None:
         self.name = name
         self.tools = {}
-        self.has_reward = has_reward
+        # Otherwise it is known once an episode gave one.
+        self.has_reward = True if plays_tasks else None
         self._folders = Folders()
         self._slots = asyncio.Semaphore(slots)
         self._section = section

@@ -185,7 +185,7 @@ def test_a_thread_per_core_in_every_process_is_a_warning(tmp_path: Path) -> None
 @pytest.mark.integration
 def test_two_processes_add_over_loopback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "COLLECTIVE_S", 240.0)
-    plan = plan_of(tmp_path, {"critic-server": ""})
+    plan = plan_of(tmp_path, {"ppo-trainer": ""})
     result = _only(perform({"all_reduce": lambda: machine.check_collective(plan)}, 300))
     assert (result.name, result.state) == ("all_reduce", "ok")
     assert result.found.startswith("2 processes over gloo")
@@ -198,7 +198,7 @@ def test_gloo_on_an_interface_that_does_not_exist_fails(
 ) -> None:
     monkeypatch.setattr(machine, "COLLECTIVE_S", 240.0)
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nosuch0")
-    plan = plan_of(tmp_path, {"critic-server": ""})
+    plan = plan_of(tmp_path, {"ppo-trainer": ""})
     result = _only(perform({"all_reduce": lambda: machine.check_collective(plan)}, 300))
     assert result.state == "fail"
     assert "nosuch0" in result.found

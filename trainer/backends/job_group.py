@@ -4,7 +4,6 @@ from functools import partial
 from typing import Any, Literal, TypeVar
 
 from common.clients.base import Client
-from common.clients.critic import CriticClient
 from common.clients.data import DataClient
 from common.clients.environment import EnvironmentClient
 from common.clients.replay import ReplayClient
@@ -171,8 +170,6 @@ def _clients(config: Config, topology: Topology, context: BackendContext) -> Ser
         services.rollout.readers = context.stack.enter_context(readers)
     services.rollout.repeats_prompt = config.rollout.engine == "sglang"
     services.rollout.seeds_apart = config.reproducible and config.rollout.engine == "sglang"
-    if config.algorithm.needs_critic and config.critic.location == "server":
-        services.critic = client(CriticClient, names.CRITIC, config.critic.port)
     if config.environment.name:
         port = config.environment.port
         node = partial(client, Client, names.ENVIRONMENT, port)

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from common.settings.config import Config
-from common.wire.schemas import Completion, CriticMetrics, Group
+from common.wire.schemas import Completion, Group
 from trainer.algorithms.batch import Batch
 from trainer.evaluation.evaluation import Evaluation
 from trainer.evaluation.verdicts import Verdicts
@@ -26,6 +26,7 @@ from trainer.observe.duplicate_answers import copied_answers, duplicate_answers
 from trainer.observe.group_files import GroupRecorder, RecordedGroup
 from trainer.observe.prometheus import TrainerMetrics
 from trainer.observe.run_dir import Recorder
+from trainer.policy.critic import CriticMetrics
 from trainer.policy.policy import PolicyUpdate
 from trainer.rollouts.drops import Drops
 from trainer.timing import CpuClock, StageClock
@@ -202,7 +203,7 @@ class RunLog:
         self._metrics.evaluated(evaluation)
 
     def report(self, checkpoint: Path) -> None:
-        """Writes the curves and prints the summary of a run that ended with this checkpoint."""
+        """Prints the summary of a run that ended with this checkpoint."""
         self._recorder.report(checkpoint)
 
 
