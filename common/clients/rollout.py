@@ -10,12 +10,12 @@ from functools import partial
 from itertools import chain
 from typing import Any, NotRequired, TypedDict, Unpack
 
-import httpx
 import numpy as np
 import orjson
 
 from common.clients.base import Look
 from common.clients.engines import GeneratingClient
+from common.clients.network import Answer
 from common.errors import NotFound, ServiceError, ServiceLost
 from common.wire.codec import without_collection
 from common.wire.schemas import Completion, Float32, Int32, UInt8
@@ -261,7 +261,7 @@ class RolloutClient(GeneratingClient):
         is_lost = bool(loads) and all(load.is_idle for load in loads or [])
         return Look(works=False if is_lost else None, progress=self.engines.progress)
 
-    def _is_retryable(self, response: httpx.Response) -> bool:
+    def _is_retryable(self, response: Answer) -> bool:
         """Also retries the router's 500, when its attempts met engines that just died, and smg's
         404 without one.
         """
