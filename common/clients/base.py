@@ -13,14 +13,14 @@ import random
 import ssl
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
+from contextlib import asynccontextmanager
 from functools import cache
 from typing import Any, NamedTuple, Self, TypeVar
 
 import httpx
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
-from common.clients.network import Answer, Network, Sent, exchange, refuse_compressed
+from common.clients.network import Answer, Network, Receive, Sent, exchange, refuse_compressed
 from common.clients.unreachable import Problem, problem_of, problem_of_status
 from common.errors import ServiceError, ServiceLost, Unauthorized, shorten
 from common.process import logs, progress, watchdog
@@ -422,15 +422,17 @@ class Client:
                 content,
                 connect_s=connect_s,
                 moved=moved,
-                room_for_body=self._room_for_body,
+                receive=self._receiver(path),
             ),
         )
         self._see_store(StoreMark.parse(answer.headers.get(STORE_HEADER, "")))
         return answer
 
-    def _room_for_body(self) -> AbstractAsyncContextManager[None]:
-        """Waits until the body of a response may be read."""
-        return nullcontext()
+    def _receiver(self, path: str) -> Receive | None:
+        """Returns what receives the body of a successful answer to this call into a file, if
+        anything.
+        """
+        return None
 
     def _see_store(self, mark: StoreMark | None) -> None:
         """Remembers how far the service's store is, and logs a warning when it is another one."""

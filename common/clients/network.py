@@ -5,9 +5,10 @@ With hundreds of requests in flight, httpx's own pool takes more CPU than the se
 """
 
 import json
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
-from contextlib import AbstractAsyncContextManager, contextmanager
+from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -23,6 +24,10 @@ _PIECES_FROM_BYTES = 1 << 20
 _PIECE_BYTES = 64 << 10
 
 
+Receive = Callable[[AsyncIterable[bytes]], Awaitable[Path]]
+"""Writes the pieces of a body to a file, and returns it."""
+
+
 @dataclass(frozen=True, slots=True)
 class Answer:
     """A response with its whole body."""
@@ -30,7 +35,9 @@ class Answer:
     status_code: int
     headers: Mapping[str, str]
     """Their names' case does not matter."""
-    content: bytes
+    content: bytes = b""
+    file: Path | None = None
+    """The file that has the body instead (`Sent.receive`)."""
 
     @property
     def is_success(self) -> bool:
@@ -57,8 +64,8 @@ class Sent:
     """The time for a connection; the caller limits that of the whole."""
     moved: Callable[[int], None]
     """Is called with the bytes of both bodies so far."""
-    room_for_body: Callable[[], AbstractAsyncContextManager[None]]
-    """Waits until the body of the response may be read."""
+    receive: Receive | None
+    """Receives the body of a successful response into a file; None: it is kept in memory."""
 
 
 def refuse_compressed(headers: Mapping[str, str]) -> None:
@@ -92,11 +99,12 @@ async def exchange(transport: httpx.AsyncBaseTransport, sent: Sent) -> Answer:
     response = await transport.handle_async_request(request)
     try:
         refuse_compressed(response.headers)
-        async with sent.room_for_body():
-            content = await response.aread()
+        if sent.receive is not None and response.is_success:
+            file = await sent.receive(response.aiter_bytes())
+            return Answer(response.status_code, response.headers, file=file)
+        return Answer(response.status_code, response.headers, await response.aread())
     finally:
         await response.aclose()
-    return Answer(response.status_code, response.headers, content)
 
 
 class Network(httpx.AsyncBaseTransport):
@@ -147,13 +155,16 @@ class Network(httpx.AsyncBaseTransport):
             ).__aenter__()
             try:
                 refuse_compressed(answer.headers)
-                async with sent.room_for_body():
-                    # A stream of its own costs more than the rest of a small answer.
-                    if (answer.content_length or _READ_BYTES) < _READ_BYTES:
-                        content = await answer.read()
-                        sent.moved(size + len(content))
-                    else:
-                        content = b"".join([part async for part in _Body(answer, size, sent.moved)])
+                pieces = _Body(answer, size, sent.moved)
+                if sent.receive is not None and answer.status // 100 == 2:
+                    file = await sent.receive(pieces)
+                    return Answer(answer.status, answer.headers, file=file)
+                # A stream of its own costs more than the rest of a small answer.
+                if (answer.content_length or _READ_BYTES) < _READ_BYTES:
+                    content = await answer.read()
+                    sent.moved(size + len(content))
+                else:
+                    content = b"".join([piece async for piece in pieces])
             finally:
                 answer.release()
         return Answer(answer.status, answer.headers, content)
