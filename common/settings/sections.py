@@ -759,6 +759,22 @@ class RuntimeSection(Section):
     tests that install packages. What the agent wrote runs there."""
 
 
+class TinkerSection(Section):
+    """tinker-server: Tinker's API for training loops of other programs (docs/how-to/tinker.md)."""
+
+    port: Port = 8007
+    """Port of the server."""
+    host: str = ""
+    """Address to listen on. Empty: this machine only, and all of a cluster's network in a job
+    group."""
+    name: str = ""
+    """Name of the model for clients, which load the tokenizer of that name. Empty: `model.name`."""
+    max_runs: PositiveInt = 64
+    """Runs of a client that the server keeps."""
+    resident_runs: PositiveInt = 8
+    """Runs in memory. The run that was used longest ago gives way, and comes back from its file."""
+
+
 class TrackersSection(Section):
     """Experiment trackers: they get what `metrics.jsonl` gets and never delay a step
     (docs/how-to/metrics.md).

@@ -500,7 +500,7 @@ class EngineClient(Client):
         loaded = await self.adapters()
         if name not in loaded:
             body = {"lora_name": name, "lora_path": str(directory)}
-            loaded = await self._change_adapters("/load_lora_adapter", body, timeout_s, wanted=True)
+            loaded = await self.change_adapters("/load_lora_adapter", body, timeout_s, wanted=True)
             if loaded.get(name) != str(directory):
                 reason = f"the engine has the adapters {sorted(loaded)}, not {name}"
                 raise LoadFailed(reason, field="lora_name", value=name, remedy=OTHER_ENGINE)
@@ -509,9 +509,9 @@ class EngineClient(Client):
         kept = {name, *of_this_run[-keep:]}
         for other in sorted(loaded.keys() - kept):
             body = {"lora_name": other}
-            await self._change_adapters("/unload_lora_adapter", body, timeout_s, wanted=False)
+            await self.change_adapters("/unload_lora_adapter", body, timeout_s, wanted=False)
 
-    async def _change_adapters(
+    async def change_adapters(
         self, path: str, body: dict[str, str], timeout_s: float, wanted: bool
     ) -> dict[str, str]:
         """Returns the adapters after a call.
