@@ -94,7 +94,7 @@ _ADAPTED = {
     *("q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj", "out_proj"),
     *("gate_proj", "up_proj", "gate_up_proj", "down_proj"),
     *("q_a_proj", "kv_a_proj_with_mqa", "q_b_proj", "kv_b_proj"),
-    *("in_proj", "in_proj_qkvz"),
+    *("in_proj", "in_proj_qkvz", "lm_head"),
 }
 """Layers for which SGLang 0.5.21 has adapters (`sglang/srt/lora/utils.py`)."""
 _NAME = re.compile(r"\{([a-z_.]+)\}")

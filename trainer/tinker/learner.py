@@ -1,0 +1,580 @@
+"""Many LoRA runs on one frozen base model.
+
+    run ─► its factors beside the base's layers ─► passes over packed rows ─► gradient ─► AdamW
+
+The factors A and B of a run are one vector [N] in float32, and so are its gradient and AdamW's
+moments: every rank holds the vector and the gradient, and a share of the moments. A pass reads them
+through `_Place`s, which are beside the layers of the base, so that a change of the run copies
+nothing. The base is sharded as the policy of a trainer is; its layers are not changed.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.functional import linear
+
+from common.errors import Conflict, InvalidInput, NotFound, ServiceError
+from common.settings.checks import unloadable_adapter
+from common.settings.config import Config
+from learning.batching import Indices, Sizes
+from learning.fitting import fitted
+from learning.layout import moved
+from learning.loading import AddedModules
+from learning.micro_batch_passes import micro_batch_passes
+from learning.ranks import Ranks
+from learning.sharding import reshard
+from trainer.policy.lora import adaptable_layers, first_factor, head_name
+from trainer.policy.scorer import computes_in_bfloat16, load_scorer
+from trainer.tinker import run_files
+from trainer.tinker.interface import AdamParams, Array, Datum, LoraSpec, Outputs
+from trainer.tinker.losses import TARGETS, Loss, check_data, checked_loss, terms_of
+
+_MLP = ("mlp", "feed_forward", "ffn", "moe", "expert")
+"""Parts of the names of modules that are, or are in, an MLP."""
+_MLP_LAYERS = {
+    *("gate_proj", "up_proj", "gate_up_proj", "down_proj"),
+    *("fc1", "fc2", "dense_h_to_4h", "dense_4h_to_h"),
+}
+"""Layers of an MLP in families that have no module for it."""
+
+
+class _Frozen(AddedModules):
+    """A base without gradients, in the precision `dtype`."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+
+    def change(self, model: Any) -> None:
+        """See `AddedModules`."""
+        # Not `model.to`: its buffers (rotary frequencies) must stay float32.
+        for parameter in model.parameters():
+            parameter.data = parameter.data.to(self._dtype)
+            parameter.requires_grad_(False)
+
+
+@dataclass
+class _Place:
+    """Where the adapter of a run is beside one linear layer; empty while no run is there."""
+
+    name: str
+    """Of the layer in the model."""
+    kind: str
+    """`attn`, `mlp` or `unembed`."""
+    sizes: tuple[int, int]
+    """Numbers that go into the layer, and out of it."""
+    factors: tuple[Tensor, Tensor] | None = None
+    """A [r, in] and B [out, r]."""
+    scale: float = 1.0
+
+    def shapes(self, rank: int) -> dict[str, tuple[int, int]]:
+        """Returns the shapes of A and B, by their names as in PEFT's layers."""
+        into, out = self.sizes
+        return {
+            f"{self.name}.lora_A.default.weight": (rank, into),
+            f"{self.name}.lora_B.default.weight": (out, rank),
+        }
+
+    def parts(self, states: Tensor) -> tuple[Tensor, Tensor] | None:
+        """Returns scale × A x [..., r] of the states [..., in] and B [out, r]."""
+        if self.factors is None:
+            return None
+        lora_a, lora_b = (factor.to(states.dtype) for factor in self.factors)
+        return linear(states, lora_a) * self.scale, lora_b
+
+    def __call__(self, _layer: nn.Module, inputs: tuple[Tensor], output: Tensor) -> Tensor:
+        """Adds scale × B A x to the output of the layer; a hook of torch."""
+        parts = self.parts(inputs[0])
+        return output if parts is None else output + linear(*parts)
+
+
+@dataclass
+class _Run:
+    """A run in memory."""
+
+    spec: LoraSpec
+    shapes: dict[str, tuple[int, int]]
+    """Of all factors, by name, in the order of `weights`."""
+    weights: Tensor
+    """[N] float32, and zeros up to a multiple of the number of ranks."""
+    optimizer: torch.optim.AdamW
+    """Of this rank's share of `weights`."""
+    gradient: Tensor | None = None
+    """Like `weights`, the sum since the last step; None for 0."""
+    steps: int = 0
+    """Optimiser steps."""
+    factors: list[Tensor] = field(default_factory=list)
+    """Parts of `weights`, as leaves of autograd."""
+
+    def views(self, vector: Tensor) -> list[Tensor]:
+        """Returns the parts of a vector like `weights`, in the shapes of the factors."""
+        sizes = [math.prod(shape) for shape in self.shapes.values()]
+        parts = vector[: sum(sizes)].split(sizes)
+        return [part.view(shape) for part, shape in zip(parts, self.shapes.values(), strict=True)]
+
+
+class RunLearner:
+    """See `trainer.tinker.interface.Learner`. Every rank has one; those above 0 `follow`.
+
+    It must be used by one thread at a time, inside `reproducible_numbers`. `config` says which base
+    (`model`), on which device and in which passes (`trainer`), how it is sharded (`parallel`), and
+    the scale of adapters (`lora.alpha`). Raises ConfigError as `load_scorer` does. A collective.
+    """
+
+    def __init__(self, config: Config, ranks: Ranks) -> None:
+        self._config = fitted(config, ranks, config.model.name)
+        self._ranks = ranks
+        self.low_precision = computes_in_bfloat16(config.model, ranks)
+        frozen = _Frozen(torch.bfloat16 if self.low_precision else torch.float32)
+        self.scorer = load_scorer(
+            config.model,
+            ranks,
+            self._config,
+            added=frozen,
+            max_tokens=config.rollout.context_bound,
+        )
+        # Nothing is dropped: a pass with gradients computes what one without them does.
+        self.scorer.eval()
+        self.model = self.scorer.model
+        self.vocabulary = int(self.model.get_input_embeddings().num_embeddings)
+        text = self.model.config.get_text_config()
+        self.longest: int | None = getattr(text, "max_position_embeddings", None)
+        self._places = _places(self.model)
+        modules = dict(self.model.named_modules())
+        for place in self._places:
+            if place.kind == "unembed":  # which the scorer computes by itself
+                self.scorer.adapt_head = place.parts
+            else:
+                modules[place.name].register_forward_hook(place)
+        self._runs: dict[str, _Run] = {}
+
+    def create(self, run: str, spec: LoraSpec) -> None:
+        """See `Learner`."""
+        if run in self._runs:
+            raise Conflict(
+                "this run exists", field="model_id", value=run, remedy="use another name"
+            )
+        self._check_spec(spec)
+        self._on_all_ranks("_create", run, spec)
+
+    def forward(
+        self, run: str, data: Sequence[Datum], loss: str, config: Mapping[str, float | str]
+    ) -> Outputs:
+        """See `Learner`."""
+        return self._checked_pass(run, data, loss, config, backward=False)
+
+    def forward_backward(
+        self, run: str, data: Sequence[Datum], loss: str, config: Mapping[str, float | str]
+    ) -> Outputs:
+        """See `Learner`."""
+        return self._checked_pass(run, data, loss, config, backward=True)
+
+    def optim_step(self, run: str, adam: AdamParams) -> dict[str, float]:
+        """See `Learner`. Returns the norm of the gradient before clipping."""
+        self._known(run)
+        _check_adam(adam)
+        found: dict[str, float] = self._on_all_ranks("_optim_step", run, adam)
+        return found
+
+    def save(self, run: str, folder: Path, optimizer: bool) -> None:
+        """See `Learner`."""
+        self._known(run)
+        run_files.check_new(folder)
+        self._on_all_ranks("_save", run, folder, optimizer)
+
+    def load(self, run: str, folder: Path, optimizer: bool) -> None:
+        """See `Learner`."""
+        saved = run_files.read(folder, optimizer)
+        known = self._runs.get(run)
+        if known is None:
+            self._check_spec(saved.spec)
+        spec = saved.spec if known is None else known.spec
+        if self._shapes(spec) != {name: tuple(part.shape) for name, part in saved.factors.items()}:
+            raise InvalidInput(
+                "the run has other layers or another rank than the saved one",
+                field="path",
+                value=str(folder),
+                remedy=f"create the run with {saved.spec}, on the same base model",
+            )
+        self._on_all_ranks("_load", run, saved)
+
+    def export_adapter(self, run: str, folder: Path) -> str:
+        """See `Learner`."""
+        self._known(run)
+        run_files.check_new(folder)
+        dtype = torch.bfloat16 if self.low_precision else torch.float32
+        known = self._runs[run]
+        return run_files.write_adapter(
+            self.model, self._config, known.spec, self._named(known, dtype), folder=folder
+        )
+
+    def unload(self, run: str) -> None:
+        """See `Learner`."""
+        self._known(run)
+        self._on_all_ranks("_unload", run)
+
+    def follow(self) -> None:
+        """Does on another rank what rank 0 does, until it closes."""
+        while True:
+            command = self._ranks.broadcast(None)
+            if command is None:
+                return
+            name, arguments = command
+            with suppress(ServiceError):  # which rank 0 raises too
+                getattr(self, name)(*arguments)
+
+    def close(self) -> None:
+        """Ends the other ranks' `follow`."""
+        self._ranks.broadcast(None)
+
+    def _on_all_ranks(self, name: str, *arguments: Any) -> Any:
+        """Calls a method on every rank, with what rank 0 has checked; returns rank 0's result."""
+        self._ranks.broadcast((name, arguments))
+        return getattr(self, name)(*arguments)
+
+    def _known(self, run: str) -> _Run:
+        if run not in self._runs:
+            raise NotFound(
+                "there is no such run in memory",
+                field="model_id",
+                value=run,
+                remedy="create it, or load it from a checkpoint",
+            )
+        return self._runs[run]
+
+    def _check_spec(self, spec: LoraSpec) -> None:
+        widest = int(self.model.config.get_text_config().hidden_size)
+        if not 1 <= spec.rank <= widest:
+            raise InvalidInput(
+                f"a rank is 1 to {widest}, the width of the base model",
+                field="lora_config.rank",
+                value=spec.rank,
+                remedy="use 8 to 64",
+            )
+        chosen = self._chosen(spec)
+        if not chosen:
+            raise InvalidInput(
+                "the base model has no layers of the kinds that are to be trained",
+                field="lora_config",
+                value=spec,
+                remedy="set train_attn, train_mlp or train_unembed",
+            )
+        problem = unloadable_adapter({place.name.rpartition(".")[2] for place in chosen})
+        if problem and self._config.rollout.engine == "sglang":
+            raise InvalidInput(
+                f"the adapter {problem}",
+                field="lora_config",
+                value=spec,
+                remedy="train other layers",
+            )
+
+    def _chosen(self, spec: LoraSpec) -> list[_Place]:
+        """Returns the places of a run's factors."""
+        trained = {
+            "attn": spec.train_attn,
+            "mlp": spec.train_mlp,
+            "unembed": spec.train_unembed,
+        }
+        return [place for place in self._places if trained[place.kind]]
+
+    def _shapes(self, spec: LoraSpec) -> dict[str, tuple[int, int]]:
+        shapes: dict[str, tuple[int, int]] = {}
+        for place in self._chosen(spec):
+            shapes |= place.shapes(spec.rank)
+        return shapes
+
+    def _create(self, run: str, spec: LoraSpec) -> None:
+        shapes = self._shapes(spec)
+        first = [first_factor(spec.seed or 0, name, shape) for name, shape in shapes.items()]
+        self._add(run, spec, shapes, torch.cat([factor.flatten() for factor in first]))
+
+    def _add(
+        self, run: str, spec: LoraSpec, shapes: dict[str, tuple[int, int]], first: Tensor
+    ) -> _Run:
+        weights = self._padded(first)
+        share = nn.Parameter(self._share(weights))
+        # The values of every step are those of its request.
+        optimizer = torch.optim.AdamW([share], fused=True)
+        made = _Run(spec, shapes, weights, optimizer)
+        made.factors = [part.requires_grad_() for part in made.views(weights.detach())]
+        self._runs[run] = made
+        return made
+
+    def _padded(self, vector: Tensor) -> Tensor:
+        """Returns a vector on this device, with zeros up to a multiple of the number of ranks."""
+        lacking = -len(vector) % self._ranks.world_size
+        return nn.functional.pad(vector, (0, lacking)).to(self._ranks.device, torch.float32)
+
+    def _share(self, vector: Tensor) -> Tensor:
+        """Returns this rank's part of a padded vector."""
+        return vector.view(self._ranks.world_size, -1)[self._ranks.rank]
+
+    def _whole(self, share: Tensor) -> Tensor:
+        """Returns the vector of the shares of all ranks. A collective."""
+        if self._ranks.world_size == 1:
+            return share
+        whole = share.new_empty(self._ranks.world_size * len(share))
+        dist.all_gather_into_tensor(whole, share.contiguous())
+        return whole
+
+    @contextmanager
+    def _in_place(self, run: _Run, gradient: Tensor | None) -> Iterator[None]:
+        """Inside this context the base has the adapter of a run, whose gradient is added to
+        `gradient`.
+        """
+        parts = [None] * len(run.factors) if gradient is None else run.views(gradient)
+        for factor, part in zip(run.factors, parts, strict=True):
+            factor.grad = part
+        chosen = self._chosen(run.spec)
+        pairs = zip(run.factors[::2], run.factors[1::2], strict=True)
+        for place, pair in zip(chosen, pairs, strict=True):
+            place.factors = pair
+            place.scale = self._config.lora.alpha / run.spec.rank
+        try:
+            yield
+        finally:
+            for place in chosen:
+                place.factors = None
+            for factor in run.factors:
+                factor.grad = None
+
+    def _checked_pass(
+        self,
+        run: str,
+        data: Sequence[Datum],
+        loss: str,
+        config: Mapping[str, float | str],
+        backward: bool,
+    ) -> Outputs:
+        self._known(run)
+        checked, settings = checked_loss(loss, config)
+        check_data(data, checked, vocabulary=self.vocabulary, longest=self.longest)
+        outputs: Outputs = self._on_all_ranks("_pass", run, data, loss, settings, backward)
+        return outputs
+
+    def _pass(
+        self,
+        run: str,
+        data: Sequence[Datum],
+        loss: str,
+        settings: dict[str, float],
+        backward: bool,
+    ) -> Outputs:
+        """Computes a loss, and adds its gradient to the run's if it is `backward`. Raises
+        InvalidInput, on all ranks, if one of the two is not finite.
+        """
+        known = self._runs[run]
+        checked, _ = checked_loss(loss, settings)
+        gradient = torch.zeros_like(known.weights) if backward else None
+        with self._in_place(known, gradient), torch.set_grad_enabled(backward):
+            own = self._passes(data, checked, settings)
+        # A pass without gradients keeps the weights of the base gathered.
+        reshard(self.scorer)
+
+        total = sum(float(losses.sum(dtype=np.float64)) for _, losses in own.values())
+        summed = self._ranks.sum_shares(torch.tensor([total], dtype=torch.float64))
+        finite = bool(summed.isfinite())
+        if gradient is not None:
+            self._ranks.sum(gradient)
+            finite = finite and bool(gradient.isfinite().all())
+        found: dict[int, tuple[Array, Array]] = {}
+        for part in self._ranks.collect(own):
+            found |= part
+        if not finite:
+            raise _not_finite(found)
+
+        if gradient is not None and known.gradient is not None:
+            known.gradient += gradient
+        elif gradient is not None:
+            known.gradient = gradient
+        arrays: list[dict[str, Array]] = []
+        for _, (logprobs, losses) in sorted(found.items()):
+            arrays.append({"logprobs": logprobs, "elementwise_loss": losses})
+        return Outputs(arrays, {"loss:sum": float(summed)})
+
+    def _passes(
+        self, data: Sequence[Datum], loss: Loss, settings: Mapping[str, float]
+    ) -> dict[int, tuple[Array, Array]]:
+        """Computes this rank's data, with their gradients if these are enabled; returns the
+        log-probabilities and losses of each of them, in the shape of its targets.
+        """
+        lengths = np.array([len(datum.tokens) for datum in data])
+        sizes = Sizes(
+            prompts=np.ones_like(lengths),
+            completions=lengths,
+            groups=np.arange(len(data)),
+            shared=self.scorer.layout.shared,
+        )
+        found: dict[int, tuple[Array, Array]] = {}
+        passes = micro_batch_passes(
+            self.scorer,
+            self._ranks,
+            sizes,
+            rows=np.arange(len(data)),
+            settings=self._config.trainer,
+        )
+        for indices, are_own in passes:
+            own = [data[index] for index in indices.tolist()]
+            logprobs = self._logprobs(own)
+            terms = terms_of(own, loss, settings, self._ranks.device)
+            losses = loss(logprobs, terms)
+            if torch.is_grad_enabled():
+                # A pass that only keeps the ranks in step adds nothing.
+                (losses.sum() * are_own).backward()
+            if are_own:
+                found |= _by_datum(own, indices, logprobs, losses)
+        return found
+
+    def _logprobs(self, data: Sequence[Datum]) -> Tensor:
+        """Returns the log-probabilities of all targets, datum by datum."""
+        # Every token predicts a target, whatever its successor is: the last token of what the
+        # layout takes for a completion is not read.
+        tokens = [np.asarray(datum.tokens, np.int32) for datum in data]
+        rows = self.scorer.layout.of(
+            [row[:1] for row in tokens], [np.append(row[1:], row[:1]) for row in tokens]
+        )
+        targets = [datum.inputs[TARGETS] for datum in data]
+        repeats = [np.full(len(each), each[0].size) for each in targets]
+        rows.repeat(np.concatenate(repeats))
+        flat = torch.from_numpy(np.concatenate([each.reshape(-1) for each in targets]))
+        device = self._ranks.device
+        scored: Tensor = self.scorer(moved(rows, device), moved(flat.long(), device), 1.0).logprobs
+        return scored
+
+    def _optim_step(self, run: str, adam: AdamParams) -> dict[str, float]:
+        known = self._runs[run]
+        gradient = known.gradient
+        if gradient is None:  # momentum and weight decay still apply
+            gradient = torch.zeros_like(known.weights)
+        norm = torch.linalg.vector_norm(gradient)
+        if adam.grad_clip_norm > 0:
+            gradient.mul_(torch.clamp(adam.grad_clip_norm / (norm + 1e-6), max=1.0))
+        (group,) = known.optimizer.param_groups
+        group["lr"] = adam.learning_rate
+        group["betas"] = (adam.beta1, adam.beta2)
+        group["eps"] = adam.eps
+        group["weight_decay"] = adam.weight_decay
+        (share,) = group["params"]
+        share.grad = self._share(gradient)
+        known.optimizer.step()
+        share.grad = None
+        known.gradient = None
+        if self._ranks.world_size > 1:
+            known.weights.copy_(self._whole(share.detach()))
+        known.steps += 1
+        return {"grad_norm:mean": float(norm)}
+
+    def _named(self, run: _Run, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+        """Returns the factors in host memory, by name."""
+        parts = run.views(run.weights.detach().to("cpu", dtype))
+        return dict(zip(run.shapes, parts, strict=True))
+
+    def _save(self, run: str, folder: Path, optimizer: bool) -> None:
+        known = self._runs[run]
+        state: dict[str, Tensor] = {}
+        if optimizer:
+            size = sum(math.prod(shape) for shape in known.shapes.values())
+            (moments,) = known.optimizer.state.values() or ({},)
+            for name in ("exp_avg", "exp_avg_sq"):
+                if name in moments:
+                    state[name] = self._whole(moments[name])[:size].cpu()
+            if moments:
+                state["step"] = moments["step"].cpu()
+            if known.gradient is not None:
+                state["gradient"] = known.gradient[:size].cpu()
+        if self._ranks.is_rank_zero:
+            saved = run_files.Saved(known.spec, known.steps, self._named(known), state)
+            run_files.write(saved, self.model, self._config, folder)
+
+    def _load(self, run: str, saved: run_files.Saved) -> None:
+        spec = self._runs[run].spec if run in self._runs else saved.spec
+        flat = torch.cat([factor.flatten() for factor in saved.factors.values()])
+        made = self._add(run, spec, self._shapes(spec), flat)
+        made.steps = saved.steps
+        state = saved.optimizer
+        if "gradient" in state:
+            made.gradient = self._padded(state["gradient"])
+        if "step" in state:
+            (share,) = made.optimizer.param_groups[0]["params"]
+            moments = {
+                name: self._share(self._padded(state[name])).clone()
+                for name in ("exp_avg", "exp_avg_sq")
+            }
+            step = state["step"].to(self._ranks.device)
+            made.optimizer.state[share] = {"step": step, **moments}
+
+    def _unload(self, run: str) -> None:
+        del self._runs[run]
+
+
+def _places(model: Any) -> list[_Place]:
+    """Returns the places of factors beside all layers of a model that can have an adapter, in the
+    order of the model.
+    """
+    modules = dict(model.named_modules())
+    names = {name for named in adaptable_layers(model).values() for name in named}
+    found: list[_Place] = []
+    for name, module in modules.items():
+        if name not in names:
+            continue
+        *path, last = name.lower().split(".")
+        in_mlp = any(part in step for step in path for part in _MLP)
+        kind = "mlp" if in_mlp or last in _MLP_LAYERS else "attn"
+        found.append(_Place(name, kind, (module.in_features, module.out_features)))
+    head = modules[head_name(model)]
+    found.append(_Place(head_name(model), "unembed", (head.in_features, head.out_features)))
+    return found
+
+
+def _by_datum(
+    data: Sequence[Datum], indices: Indices, *columns: Tensor
+) -> dict[int, tuple[Array, Array]]:
+    """Returns the parts of columns [C], in the shapes of targets, by the indices of the data."""
+    shapes = [datum.inputs[TARGETS].shape for datum in data]
+    ends = np.cumsum([math.prod(shape) for shape in shapes])[:-1]
+    parts = [np.split(column.detach().float().cpu().numpy(), ends) for column in columns]
+    return {
+        index: tuple(column[place].reshape(shape) for column in parts)
+        for place, (index, shape) in enumerate(zip(indices.tolist(), shapes, strict=True))
+    }
+
+
+def _not_finite(found: Mapping[int, tuple[Array, Array]]) -> InvalidInput:
+    """Returns the error for a loss or a gradient that is not finite; nothing was added."""
+    bad = [number for number, columns in sorted(found.items()) if not _all_finite(columns)]
+    return InvalidInput(
+        "the loss or its gradient is not finite: nothing was added to the gradient of the run",
+        field=f"data[{bad[0]}]" if bad else "data",
+        value=len(found),
+        remedy="compare the log-probabilities of this datum with those of the sampler; if all are "
+        "NaN, load an earlier checkpoint and lower the learning rate",
+    )
+
+
+def _all_finite(columns: Sequence[Array]) -> bool:
+    return all(bool(np.isfinite(column).all()) for column in columns)
+
+
+def _check_adam(adam: AdamParams) -> None:
+    """Raises InvalidInput for values with which AdamW has no meaning."""
+    bounds: dict[str, Callable[[float], bool]] = {
+        "beta1": lambda value: 0 <= value < 1,
+        "beta2": lambda value: 0 <= value < 1,
+    }
+    for name, value in vars(adam).items():
+        fits = bounds.get(name, lambda value: value >= 0)
+        if not (math.isfinite(value) and fits(value)):
+            expected = "0 to below 1" if name in bounds else "0 or more"
+            raise InvalidInput(
+                f"it must be {expected}",
+                field=f"adam_params.{name}",
+                value=value,
+                remedy=f"the default is {getattr(AdamParams(), name)}",
+            )
