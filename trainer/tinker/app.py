@@ -202,13 +202,11 @@ class _Calls:
         """The runs and samplers of a session."""
         state = self._server.state
         found = state.find(Session, request.path_params["session"], owner)
-        of_session = [
-            [each.id for each in state.owned(kind, owner) if each.session == found.id]
-            for kind in (Run, Sampler)
-        ]
+        runs = [each.id for each in state.owned(Run, owner) if each.session == found.id]
+        samplers = [each.id for each in state.owned(Sampler, owner) if each.session == found.id]
         return {
-            "training_run_ids": of_session[0],
-            "sampler_ids": of_session[1],
+            "training_run_ids": runs,
+            "sampler_ids": samplers,
             "user_metadata": found.about.get("user_metadata"),
             "display_name": found.about.get("display_name"),
         }

@@ -6,6 +6,7 @@ The numbers of the fields are those of `tinker_public.proto` of the SDK 0.38.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from typing import Any
 
 import numpy as np
 
@@ -25,7 +26,11 @@ from trainer.tinker.protobuf import (
 )
 
 _FLOAT32 = 1
-_DTYPES = {_FLOAT32: np.dtype("<f4"), 2: np.dtype("<i8"), 3: np.dtype("<i4")}
+_DTYPES: dict[int, np.dtype[Any]] = {
+    _FLOAT32: np.dtype("<f4"),
+    2: np.dtype("<i8"),
+    3: np.dtype("<i4"),
+}
 _MOST_NUMBERS = 1 << 26
 _STOP_REASONS = {"stop": 0, "length": 1}
 
@@ -64,7 +69,7 @@ def address(body: bytes) -> tuple[str, int]:
 
 def read_pass(body: bytes) -> Pass:
     """Returns a request for a pass. Raises InvalidInput for one that is malformed or not text."""
-    data = []
+    data: list[Datum] = []
     loss = ""
     config: dict[str, float | str] = {}
     newer_config: dict[str, float | str] = {}
@@ -146,7 +151,7 @@ def _array(message: bytes, field: str) -> Array:
 
 
 def _densified(
-    sparse: dict[int, Value], shape: list[int], dtype: np.dtype[np.generic], *, field: str
+    sparse: dict[int, Value], shape: list[int], dtype: np.dtype[Any], *, field: str
 ) -> Array:
     int64 = _DTYPES[2]
     values = _numbers(as_bytes(sparse.get(1, b"")), dtype, field)
@@ -165,7 +170,7 @@ def _densified(
     return dense
 
 
-def _numbers(content: bytes, dtype: np.dtype[np.generic], field: str) -> Array:
+def _numbers(content: bytes, dtype: np.dtype[Any], field: str) -> Array:
     if len(content) % dtype.itemsize:
         raise InvalidInput(
             f"{len(content)} bytes are not a whole number of {dtype.name}", field=field

@@ -69,7 +69,8 @@ def _composed(
     directory = config.trainer.run_dir
     assert directory is not None, "`load` sets it"
     files = Pretrained(AutoModelForCausalLM, config.model.name).files(ranks)
-    app = make_app(_engine(config, files))
+    engine = _engine(config, files)
+    app = make_app(engine)
     transport = httpx.ASGITransport(app)
     limit_s = config.limits.service_timeout_s
     client = RolloutClient("engine", _IN_PROCESS, transport=transport, deadline_s=limit_s)
@@ -80,7 +81,7 @@ def _composed(
         client,
         Adapters(lambda: [control], _ADAPTERS),
         base_model=config.tinker.name or config.model.name,
-        max_context_tokens=config.rollout.max_context_tokens,
+        max_context_tokens=engine.model.max_context_tokens,
         most_runs=config.tinker.max_runs,
         resident=config.tinker.resident_runs,
         seed=config.seed,

@@ -6,7 +6,7 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from common.clients.rollout import RolloutClient
 from common.errors import InvalidInput, NotFound, Overloaded, ServiceLost
@@ -24,6 +24,7 @@ MAX_WAITING = 4096
 """Operations of a run, or requests of a sampler, that may wait."""
 POLL_S = 20.0
 """How long a question for a result waits for it. The SDK gives up after 45 seconds."""
+_F = TypeVar("_F", Session, Sampler, Checkpoint)
 _CLONE = 1_000_000_000
 """Numbers of each copy of a sampling client."""
 
@@ -38,7 +39,7 @@ class TinkerServer:
         seed: of adapters for which clients give none, with the number of the run in its session.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913
         self,
         directory: Path,
         learner: Learner,
@@ -126,12 +127,14 @@ class TinkerServer:
         samplers = [each for each in self.state.owned(Sampler, owner) if each.session == name]
         for sampler in samplers:
             self.state.remove(sampler)
-        await self._journal.run(
-            lambda store: (
-                store.put(session),
-                [(store.drop(each), store.forget_line(each.id)) for each in samplers],
-            )
-        )
+
+        def write(store: TinkerStore) -> None:
+            store.put(session)
+            for sampler in samplers:
+                store.drop(sampler)
+                store.forget_line(sampler.id)
+
+        await self._journal.run(write)
 
     async def create_sampler(self, owner: str, body: requests.CreateSampler) -> Sampler:
         """Returns the sampler with this number; makes it when there is none."""
@@ -182,10 +185,15 @@ class TinkerServer:
             await self.state.delete(each, self._journal)
         self.state.remove(run)
         await self._training.forget(run)
-        await self._journal.run(lambda store: (store.drop(run), store.forget_line(name)))
+
+        def write(store: TinkerStore) -> None:
+            store.drop(run)
+            store.forget_line(name)
+
+        await self._journal.run(write)
         self.state.sweep()
 
-    async def _put(self, fact: Any) -> Any:
+    async def _put(self, fact: _F) -> _F:
         self.state.add(fact)
         await self._journal.run(lambda store: store.put(fact))
         return fact
@@ -367,8 +375,10 @@ class TinkerServer:
 
     def _parse(self, owner: str, request_id: str) -> tuple[str, int]:
         line, _, number = request_id.rpartition(":op:")
-        kind = Sampler if ":sample:" in line else Run
-        self.state.find(kind, line, owner)
+        if ":sample:" in line:
+            self.state.find(Sampler, line, owner)
+        else:
+            self.state.find(Run, line, owner)
         return line, int(number) if number.isdecimal() else -1
 
 

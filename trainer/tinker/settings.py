@@ -19,6 +19,7 @@ _READ = (
     "trainer.activation_checkpointing",
     "trainer.run_dir",
     "reproducible",
+    "algorithm.rollout_correction",  # not used, but its value follows from the engine
 )
 WORDS = {
     "--model": "--model.name",

@@ -57,7 +57,7 @@ class TinkerStore(SqliteStore):
 
     def facts(self) -> list[Fact]:
         """Returns all sessions, runs, samplers and checkpoints."""
-        found = []
+        found: list[Fact] = []
         for row in self.db.execute("SELECT kind, name, document, seal FROM facts"):
             kind, _, document = unsealed(row, f"a row of facts ({row[:2]})")
             found.append(msgspec.json.decode(document, type=_ROOMS[kind]))

@@ -12,6 +12,7 @@ import shutil
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from trainer.tinker.interface import AdamParams, Learner, LoraSpec
 from trainer.tinker.messages import read_pass, write_outputs
 from trainer.tinker.records import Checkpoint, Operation, Result, Run, Sampler
 from trainer.tinker.state import State
-from trainer.tinker.store import Fact, Journal
+from trainer.tinker.store import Fact, Journal, TinkerStore
 from trainer.tinker.turns import Turns
 
 log = logging.getLogger(__name__)
@@ -90,7 +91,7 @@ class Training:
             line, number = await self.turns.take()
             run = self._runs[line]
             operation = await self._journal.run(
-                lambda store, line=line, number=number: store.operation(line, number)  # type: ignore[misc]
+                partial(TinkerStore.operation, line=line, seq=number)
             )
             await self._apply(run, operation)
             self.turns.done(line, number)
@@ -112,6 +113,7 @@ class Training:
         await self._thread.close()
 
     async def _apply(self, run: Run, operation: Operation) -> None:
+        """Applies an operation and writes its result, with the snapshot that is due."""
         run.used = time.time()
         facts: list[Fact] = [run]
         outdated = None
@@ -125,27 +127,37 @@ class Training:
             facts += outcome.facts
             if outcome.needs_snapshot or unsaved > SNAPSHOT_S:
                 outdated = await self._save(run, operation.seq)
-        except ServiceError as error:
-            if error.status >= 500:
-                log.exception("operation %s failed", operation.request_id)
-                await self._lose(run)
-            result = failure(error)
         except Exception as error:
-            # What it changed is not known: the run comes back from its snapshot.
-            log.exception("operation %s failed", operation.request_id)
-            await self._lose(run)
-            result = failure(
-                ServiceError(f"{type(error).__name__}: {error}", remedy="see the server's log")
-            )
+            result = await self._failed(run, operation, error)
 
         repeatable = result.ok and operation.kind in CHANGING
-        await self._journal.run(
-            lambda store: (
-                store.finish(run.id, operation.seq, result, repeatable=repeatable),
-                [store.put(fact) for fact in facts],
-                store.passed(run),
-            )
-        )
+
+        def write(store: TinkerStore) -> None:
+            store.finish(run.id, operation.seq, result, repeatable=repeatable)
+            for fact in facts:
+                store.put(fact)
+            store.passed(run)
+
+        await self._journal.run(write)
+        await self._clean(facts, outdated)
+
+    async def _failed(self, run: Run, operation: Operation, error: Exception) -> Result:
+        """Returns the result of an operation that failed.
+
+        A refusal has changed nothing. What any other error has changed is not known: the run comes
+        back from its snapshot.
+        """
+        if isinstance(error, ServiceError) and error.status < 500:
+            return failure(error)
+        log.error("operation %s failed", operation.request_id, exc_info=error)
+        await self._lose(run)
+        if isinstance(error, ServiceError):
+            return failure(error)
+        text = f"{type(error).__name__}: {error}"
+        return failure(ServiceError(text, remedy="see the log of the server"))
+
+    async def _clean(self, facts: list[Fact], outdated: Path | None) -> None:
+        """Adds what is on disk now to the state, and removes what it replaces or outlives."""
         for fact in facts:
             replaced = self._state.add(fact)
             if isinstance(replaced, Checkpoint) and replaced is not fact:
@@ -187,7 +199,7 @@ class Training:
         run = self._runs[name]
         if self._resident[name]:
             outdated = await self._save(run, self.turns.following(name) - 1)
-            await self._journal.run(lambda store: (store.put(run), store.passed(run)))
+            await self._journal.run(partial(_note_snapshot, run=run))
             if outdated is not None:
                 shutil.rmtree(outdated, ignore_errors=True)
         await self._lose(run)
@@ -304,6 +316,11 @@ class Training:
                 value=path,
                 remedy="use another name, delete them, or save_state(…, overwrite=True)",
             )
+
+
+def _note_snapshot(store: TinkerStore, run: Run) -> None:
+    store.put(run)
+    store.passed(run)
 
 
 def _json(*facts: Fact, needs_snapshot: bool = False, **answer: object) -> _Outcome:
