@@ -379,8 +379,11 @@ class RunLearner:
         # A pass without gradients keeps the weights of the base gathered.
         reshard(self.scorer)
 
-        total = sum(float(losses.sum(dtype=np.float64)) for _, losses in own.values())
-        summed = self._ranks.sum_shares(torch.tensor([total], dtype=torch.float64))
+        # By torch: numpy warns of infinite losses, which are refused below.
+        total = torch.zeros(1, dtype=torch.float64)
+        for _, losses in own.values():
+            total += torch.from_numpy(losses).sum(dtype=torch.float64)
+        summed = self._ranks.sum_shares(total)
         finite = bool(summed.isfinite())
         if gradient is not None:
             self._ranks.sum(gradient)

@@ -7,16 +7,18 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
 from torch.func import functional_call
 from transformers import AutoModelForCausalLM
 
+from common.errors import InvalidInput
 from common.settings.config import Config, from_mapping
 from learning.ranks import Ranks
 from tests.support.batches.groups import VOCABULARY
-from trainer.tinker.interface import Datum
+from trainer.tinker.interface import AdamParams, Datum, LoraSpec, Outputs
 from trainer.tinker.learner import RunLearner
 
 ALPHA = 32.0
@@ -124,3 +126,40 @@ class PlainRun:
     @property
     def all_factors(self) -> list[Tensor]:
         return list(self.factors.values())
+
+
+def story(runs: RunLearner, folder: Path) -> list[float]:
+    """Lets two runs learn in turn, one of which leaves memory and comes back, between requests that
+    fail; returns the numbers that they report, and leaves both in `folder`."""
+    folder.mkdir()
+    numbers: list[float] = []
+    data = only(random_data(), "weights")
+    sampled = only(random_data(1), "logprobs", "advantages", "sequence_ratio_mask")
+    unmasked = only(sampled, "logprobs", "advantages")
+    far = np.full(LENGTHS[0], -300, np.float32)
+    # Its ratio is infinite, which only the pass shows.
+    hopeless = Datum(unmasked[0].tokens, {**unmasked[0].inputs, "logprobs": far})
+    runs.create("a", LoraSpec(rank=3, seed=1))
+    runs.create("b", LoraSpec(rank=4, seed=2, train_unembed=False))
+    for turn in range(3):
+        # The first has fewer data than there are ranks.
+        for run, some in (("a", data[:1]), ("b", data)):
+            outputs = [
+                runs.forward_backward(run, some, "cross_entropy", {}),
+                runs.forward_backward(run, sampled, "gspo", {"clip_high_threshold": 30.0}),
+                runs.forward(run, unmasked[:3], "cispo", {}) if turn else Outputs([], {}),
+            ]
+            for output in outputs:
+                numbers += output.metrics.values()
+                numbers += [number for each in output.arrays for number in each["logprobs"]]
+            with pytest.raises(InvalidInput, match="not finite"):
+                runs.forward_backward(run, [hopeless], "importance_sampling", {})
+            if turn == 1 and run == "b":
+                runs.save(run, folder / "left", optimizer=True)
+                runs.unload(run)
+                runs.load(run, folder / "left", optimizer=True)
+            adam = AdamParams(learning_rate=1e-3, weight_decay=0.1, grad_clip_norm=3.0)
+            numbers += runs.optim_step(run, adam).values()
+    for run in ("a", "b"):
+        runs.save(run, folder / run, optimizer=True)
+    return numbers
