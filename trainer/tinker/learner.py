@@ -9,7 +9,7 @@ nothing. The base is sharded as the policy of a trainer is; its layers are not c
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -39,6 +39,7 @@ from trainer.tinker.losses import TARGETS, Loss, check_data, checked_loss, terms
 
 _MLP = ("mlp", "feed_forward", "ffn", "moe", "expert")
 """Parts of the names of modules that are, or are in, an MLP."""
+_MOMENTS = ("exp_avg", "exp_avg_sq")
 _MLP_LAYERS = {
     *("gate_proj", "up_proj", "gate_up_proj", "down_proj"),
     *("fc1", "fc2", "dense_h_to_4h", "dense_4h_to_h"),
@@ -378,8 +379,11 @@ class RunLearner:
         # A pass without gradients keeps the weights of the base gathered.
         reshard(self.scorer)
 
-        total = sum(float(losses.sum(dtype=np.float64)) for _, losses in own.values())
-        summed = self._ranks.sum_shares(torch.tensor([total], dtype=torch.float64))
+        # By torch: numpy warns of infinite losses, which are refused below.
+        total = torch.zeros(1, dtype=torch.float64)
+        for _, losses in own.values():
+            total += torch.from_numpy(losses).sum(dtype=torch.float64)
+        summed = self._ranks.sum_shares(total)
         finite = bool(summed.isfinite())
         if gradient is not None:
             self._ranks.sum(gradient)
@@ -481,12 +485,10 @@ class RunLearner:
         state: dict[str, Tensor] = {}
         if optimizer:
             size = sum(math.prod(shape) for shape in known.shapes.values())
-            (moments,) = known.optimizer.state.values() or ({},)
-            for name in ("exp_avg", "exp_avg_sq"):
-                if name in moments:
-                    state[name] = self._whole(moments[name])[:size].cpu()
-            if moments:
+            for moments in known.optimizer.state.values():  # none before the first step
                 state["step"] = moments["step"].cpu()
+                for name in _MOMENTS:
+                    state[name] = self._whole(moments[name])[:size].cpu()
             if known.gradient is not None:
                 state["gradient"] = known.gradient[:size].cpu()
         if self._ranks.is_rank_zero:
@@ -503,10 +505,7 @@ class RunLearner:
             made.gradient = self._padded(state["gradient"])
         if "step" in state:
             (share,) = made.optimizer.param_groups[0]["params"]
-            moments = {
-                name: self._share(self._padded(state[name])).clone()
-                for name in ("exp_avg", "exp_avg_sq")
-            }
+            moments = {name: self._share(self._padded(state[name])).clone() for name in _MOMENTS}
             step = state["step"].to(self._ranks.device)
             made.optimizer.state[share] = {"step": step, **moments}
 
@@ -534,16 +533,21 @@ def _places(model: Any) -> list[_Place]:
 
 
 def _by_datum(
-    data: Sequence[Datum], indices: Indices, *columns: Tensor
+    data: Sequence[Datum], indices: Indices, logprobs: Tensor, losses: Tensor
 ) -> dict[int, tuple[Array, Array]]:
-    """Returns the parts of columns [C], in the shapes of targets, by the indices of the data."""
-    shapes = [datum.inputs[TARGETS].shape for datum in data]
-    ends = np.cumsum([math.prod(shape) for shape in shapes])[:-1]
-    parts = [np.split(column.detach().float().cpu().numpy(), ends) for column in columns]
-    return {
-        index: tuple(column[place].reshape(shape) for column in parts)
-        for place, (index, shape) in enumerate(zip(indices.tolist(), shapes, strict=True))
-    }
+    """Returns the numbers [C] of each datum, in the shape of its targets, by the index in
+    `indices`.
+    """
+    both = torch.stack([logprobs.detach(), losses.detach()]).float().cpu().numpy()
+    found: dict[int, tuple[Array, Array]] = {}
+    start = 0
+    for index, datum in zip(indices.tolist(), data, strict=True):
+        shape = datum.inputs[TARGETS].shape
+        end = start + math.prod(shape)
+        own = both[:, start:end]
+        found[index] = (own[0].reshape(shape), own[1].reshape(shape))
+        start = end
+    return found
 
 
 def _not_finite(found: Mapping[int, tuple[Array, Array]]) -> InvalidInput:
@@ -564,16 +568,11 @@ def _all_finite(columns: Sequence[Array]) -> bool:
 
 def _check_adam(adam: AdamParams) -> None:
     """Raises InvalidInput for values with which AdamW has no meaning."""
-    bounds: dict[str, Callable[[float], bool]] = {
-        "beta1": lambda value: 0 <= value < 1,
-        "beta2": lambda value: 0 <= value < 1,
-    }
     for name, value in vars(adam).items():
-        fits = bounds.get(name, lambda value: value >= 0)
-        if not (math.isfinite(value) and fits(value)):
-            expected = "0 to below 1" if name in bounds else "0 or more"
+        end = 1.0 if name in {"beta1", "beta2"} else math.inf
+        if not 0 <= value < end:  # nor NaN
             raise InvalidInput(
-                f"it must be {expected}",
+                "it must be a number from 0 to below 1" if end == 1 else "it must be 0 or more",
                 field=f"adam_params.{name}",
                 value=value,
                 remedy=f"the default is {getattr(AdamParams(), name)}",

@@ -151,7 +151,10 @@ def checked_loss(name: str, config: Mapping[str, float | str]) -> tuple[Loss, di
             )
         if isinstance(value, str) or not np.isfinite(value):
             raise InvalidInput(
-                "it must be a finite number", field=f"loss_fn_config.{key}", value=value
+                "it must be a finite number",
+                field=f"loss_fn_config.{key}",
+                value=value,
+                remedy=f"the default is {settings[key]}",
             )
         settings[key] = float(value)
     if settings.get(_LOW, 0.0) > settings.get(_HIGH, 0.0):
