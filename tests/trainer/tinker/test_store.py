@@ -100,7 +100,8 @@ def test_damage_is_noticed(tmp_path: Path, damage: str) -> None:
     assert raised.value.code == "damaged"
 
 
-def test_a_second_server_is_refused(tmp_path: Path) -> None:
+def test_a_second_server_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(TinkerStore, "busy_s", 0.1)
     store = _store(tmp_path)
     with store.transaction():
         pass
