@@ -29,6 +29,7 @@ REPLAY = "replay-buffer"
 CRITIC = "critic-server"
 ENVIRONMENT = "environment-server"
 TRAINER = "ppo-trainer"
+TINKER = "tinker-server"
 TORCHRUN_PORT = 29500
 WRONG_SETTING = 78
 """Exit status (EX_CONFIG) of a process of a job group whose settings are wrong: a restart would not

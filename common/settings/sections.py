@@ -314,6 +314,9 @@ class RolloutSection(Section):
     """Port of every rollout node's agent."""
     router_metrics_port: Port = 29000
     """Port of the router's Prometheus metrics."""
+    trainer: Literal["ppo-trainer", "tinker-server"] = "ppo-trainer"
+    """Task that the nodes serve. The tinker-server gives the engines an adapter for each of its
+    samplers, beside the model they start with."""
     engine: InHelp[Literal["sglang", "embedded"]] = "sglang"
     """`sglang`, or `embedded`: a small engine with the same HTTP API that needs only torch."""
     device: Literal["auto", "cpu", "cuda"] = "auto"

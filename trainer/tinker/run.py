@@ -1,17 +1,18 @@
 """Composes the server: the learner on every rank, and on rank 0 engines, store and HTTP."""
 
 import logging
-from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
 import httpx
+from fastapi import FastAPI
 from transformers import AutoModelForCausalLM
 
 from common.clients.rollout import BASE_VERSION, RolloutClient
 from common.process.metrics import Metrics
 from common.process.security import is_loopback
-from common.process.topology import Topology
+from common.process.topology import ROLLOUT, TINKER, Topology
 from common.settings.config import Config
 from learning.device import choose_device
 from learning.loading import Pretrained
@@ -20,38 +21,35 @@ from services.engine.app import make_app
 from services.engine.engine import Engine
 from services.engine.model import Model
 from services.http.app import serve
-from services.rollout.engine_client import EngineClient
+from services.rollout.engine_client import TINKER_ADAPTERS, EngineClient
+from trainer.policy.scorer import context_length
 from trainer.start.rank import started
 from trainer.tinker.app import create_tinker_app
 from trainer.tinker.clients import Clients
+from trainer.tinker.engines import GroupEngines, add_nodes
 from trainer.tinker.interface import Learner
 from trainer.tinker.learner import RunLearner
 from trainer.tinker.sampling import Adapters
 from trainer.tinker.server import TinkerServer
 
 log = logging.getLogger(__name__)
-TASK = "tinker-server"
 _IN_PROCESS = "http://in-process"
-_ADAPTERS = 8
-"""Adapters that an engine keeps, of those that no request uses."""
 
 
 def run(config: Config, topology: Topology, clients: Clients) -> None:
     """Serves on rank 0, and computes what it says on the others, until the end."""
-    with started(config, topology, TASK) as (ranks, lock):
+    with started(config, topology, TINKER) as (ranks, lock):
         learner = RunLearner(config, ranks)
         if lock is None:
             learner.follow()
             return
-        host, port = topology.bind(TASK, config.tinker.port)
+        host, port = topology.bind(TINKER, config.tinker.port)
         host = config.tinker.host or host
         if not is_loopback(host) and not clients.are_told_apart:
             log.warning("anyone who reaches %s:%d can use this server: set TINKER_KEYS", host, port)
-        metrics = Metrics(TASK)
-        server, lifespan = _composed(config, ranks, learner)
-        app = create_tinker_app(server, clients, _tokenizer(config), lifespan, metrics)
+        app = _composed(config, topology, ranks, learner, clients)
         try:
-            serve(app, host, port, f"model={server.base_model} dir={config.trainer.run_dir}")
+            serve(app, host, port, f"model={config.model.name} dir={config.trainer.run_dir}")
         finally:
             learner.close()
 
@@ -63,25 +61,42 @@ def _tokenizer(config: Config) -> str:
 
 
 def _composed(
-    config: Config, ranks: Ranks, learner: Learner
-) -> tuple[TinkerServer, Callable[[], AbstractAsyncContextManager[None]]]:
-    """Returns the server, and its lifespan with that of the engine."""
+    config: Config, topology: Topology, ranks: Ranks, learner: Learner, clients: Clients
+) -> FastAPI:
+    """Returns the app of the server with its engines: in this process, or in a job group those of
+    rollout-server.
+    """
     directory = config.trainer.run_dir
     assert directory is not None, "`load` sets it"
-    files = Pretrained(AutoModelForCausalLM, config.model.name).files(ranks)
-    engine = _engine(config, files)
-    app = make_app(engine)
-    transport = httpx.ASGITransport(app)
     limit_s = config.limits.service_timeout_s
-    client = RolloutClient("engine", _IN_PROCESS, transport=transport, deadline_s=limit_s)
-    control = EngineClient("engine", _IN_PROCESS, transport=transport)
+    group = GroupEngines()
+    parts = AsyncExitStack()
+    if topology.group is None:
+        engine = _engine(config, Pretrained(AutoModelForCausalLM, config.model.name).files(ranks))
+        app = make_app(engine)
+        transport = httpx.ASGITransport(app)
+        client = RolloutClient("engine", _IN_PROCESS, transport=transport, deadline_s=limit_s)
+        control = EngineClient("engine", _IN_PROCESS, transport=transport)
+        adapters = Adapters(lambda: [control], TINKER_ADAPTERS)
+        context = engine.model.max_context_tokens
+        entered = [app.router.lifespan_context(app), client, control]
+    else:
+        url = topology.url(ROLLOUT, config.rollout.router_port)
+        client = RolloutClient(ROLLOUT, url, deadline_s=limit_s)
+        client.seeds_apart = config.rollout.engine == "sglang"
+        adapters = Adapters(group.clients, TINKER_ADAPTERS)
+        context = context_length(config.model) or config.rollout.max_context_tokens
+        if config.rollout.engine == "embedded":
+            context = min(context, config.rollout.max_context_tokens)
+        entered = [group.running(), client]
+
     server = TinkerServer(
         directory.absolute(),
         learner,
         client,
-        Adapters(lambda: [control], _ADAPTERS),
+        adapters,
         base_model=config.tinker.name or config.model.name,
-        max_context_tokens=engine.model.max_context_tokens,
+        max_context_tokens=context,
         most_runs=config.tinker.max_runs,
         resident=config.tinker.resident_runs,
         seed=config.seed,
@@ -89,14 +104,15 @@ def _composed(
 
     @asynccontextmanager
     async def lifespan() -> AsyncIterator[None]:
-        async with AsyncExitStack() as stack:
-            await stack.enter_async_context(app.router.lifespan_context(app))
-            await stack.enter_async_context(client)
-            await stack.enter_async_context(control)
-            await stack.enter_async_context(server.running())
+        async with parts:
+            for part in (*entered, server.running()):
+                await parts.enter_async_context(part)
             yield
 
-    return server, lifespan
+    made = create_tinker_app(server, clients, _tokenizer(config), lifespan, Metrics(TINKER))
+    if topology.group is not None:
+        add_nodes(made, group)
+    return made
 
 
 def _engine(config: Config, files: Path) -> Engine:

@@ -15,7 +15,7 @@ from typing import Any
 
 import orjson
 
-from common.clients.rollout import RolloutClient
+from common.clients.rollout import RolloutClient, single_seed
 from common.errors import NotFound, ServiceError
 from common.weights.checksums import checksum
 from services.http.sqlite_store import sum_of
@@ -180,7 +180,7 @@ class Sampling:
             async with self._adapters.use(name, files):
                 return await self._generate(body, name, seed), weights
         except ServiceError as error:
-            if error.status != 400 or "not loaded" not in str(error):
+            if error.status != 400 or "loaded" not in str(error):
                 raise
         # An engine was restarted since.
         self._adapters.forget(name)
@@ -207,7 +207,7 @@ class Sampling:
         scores: list[float | None] | None = None
         if body.prompt_logprobs:
             scores = await self._score(body, adapter)
-        answers = await self._post(body.tokens, sampling, adapter)
+        answers = await self._completions(body.tokens, sampling, adapter)
         samples = [_sampled(answer) for answer in answers]
         return write_samples(samples, scores)
 
@@ -220,6 +220,21 @@ class Sampling:
         if last is not None:
             found[: max(0, len(found) - last)] = [None] * max(0, len(found) - last)
         return found
+
+    async def _completions(
+        self, tokens: list[int], sampling: dict[str, Any], adapter: str | None
+    ) -> list[dict[str, Any]]:
+        """Returns n completions, with a request for each where the engine gives all of a request
+        the same seed.
+        """
+        if not self._client.seeds_apart:
+            return await self._post(tokens, sampling, adapter)
+        alone = [
+            {**sampling, "n": 1, "sampling_seed": single_seed(sampling["sampling_seed"], index)}
+            for index in range(sampling["n"])
+        ]
+        found = await asyncio.gather(*(self._post(tokens, each, adapter) for each in alone))
+        return [answer for (answer,) in found]
 
     async def _post(
         self, tokens: list[int], sampling: dict[str, Any], adapter: str | None, **more: Any
