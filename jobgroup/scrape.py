@@ -25,6 +25,7 @@ from common.process.topology import (
     REPLAY,
     REWARD,
     ROLLOUT,
+    TINKER,
     TRAINER,
     Topology,
     parse_hosts,
@@ -46,10 +47,11 @@ PORTS: dict[str, dict[str, str]] = {
     CRITIC: {"critic.port": CRITIC},
     ENVIRONMENT: {"environment.port": ENVIRONMENT},
     TRAINER: {"trainer.port": TRAINER},
+    TINKER: {"tinker.port": TINKER},
 }
 """The settings of the ports on which the nodes of a task listen. The value is the Prometheus job
 that reads `/metrics` there; empty where there is no such page."""
-_FIRST_NODE_ONLY = (ROUTER, TRAINER)
+_FIRST_NODE_ONLY = (ROUTER, TRAINER, TINKER)
 
 
 def configuration(group: spec.JobGroup, hosts: Mapping[str, str], token_file: str | None) -> str:

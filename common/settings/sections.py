@@ -772,7 +772,7 @@ class TinkerSection(Section):
     group."""
     name: str = ""
     """Name of the model for clients, which load the tokenizer of that name. Empty: `model.name`."""
-    max_runs: PositiveInt = 64
+    max_runs: PositiveInt = 1000
     """Runs of a client that the server keeps."""
     resident_runs: PositiveInt = 8
     """Runs in memory. The run that was used longest ago gives way, and comes back from its file."""

@@ -10,6 +10,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -121,6 +122,8 @@ class Sampling:
         self._finished = finished
         self._free = asyncio.Semaphore(at_once)
         self._tasks: dict[tuple[str, int], asyncio.Task[None]] = {}
+        self._unwanted: set[tuple[str, int]] = set()
+        """Requests in work that were cancelled by their clients."""
 
     async def work(self) -> None:
         """Answers requests for ever."""
@@ -130,25 +133,32 @@ class Sampling:
                 line, number = await self.turns.take()
                 task = tasks.create_task(self._one(line, number))
                 self._tasks[line, number] = task
-                task.add_done_callback(lambda _: self._free.release())
+                task.add_done_callback(partial(self._done, line, number))
+
+    def _done(self, line: str, number: int, _: asyncio.Task[None]) -> None:
+        del self._tasks[line, number]
+        self._unwanted.discard((line, number))
+        self._free.release()
 
     async def cancel(self, line: str, number: int) -> None:
         """Ends a request that nobody waits for."""
         if self.turns.drop(line, number):
-            await self._end(line, number, _cancelled(), "")
-        elif (line, number) in self._tasks:
-            self._tasks[line, number].cancel()
+            await self._end(line, number, _cancelled())
+        elif task := self._tasks.get((line, number)):
+            self._unwanted.add((line, number))
+            task.cancel()
 
     async def _one(self, line: str, number: int) -> None:
-        weights = ""
+        sampler = self._state.get(Sampler, line)
+        if sampler is None:  # its session was finished
+            return
         try:
-            sampler = next(each for each in self._state.all(Sampler) if each.id == line)
             operation = await self._journal.run(lambda store: store.operation(line, number))
             body = requests.parse(requests.Sample, operation.body)
             content, weights = await self._answer(sampler, body)
             result = Result(ok=True, content=content, is_json=False, weights=weights)
         except asyncio.CancelledError:
-            if asyncio.current_task() is None or not self._tasks:
+            if (line, number) not in self._unwanted:  # the server ends
                 raise
             result = _cancelled()
         except ServiceError as error:
@@ -156,10 +166,9 @@ class Sampling:
         except Exception as error:
             log.exception("request %s:op:%d failed", line, number)
             result = failure(ServiceError(f"{type(error).__name__}: {error}"))
-        self._tasks.pop((line, number), None)
-        await self._end(line, number, result, weights)
+        await self._end(line, number, result)
 
-    async def _end(self, line: str, number: int, result: Result, weights: str) -> None:
+    async def _end(self, line: str, number: int, result: Result) -> None:
         await self._journal.run(lambda store: store.finish(line, number, result, repeatable=False))
         self._finished(line, number)
 

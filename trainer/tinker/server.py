@@ -48,7 +48,7 @@ class TinkerServer:
         *,
         base_model: str,
         max_context_tokens: int,
-        most_runs: int = 64,
+        most_runs: int = 1000,
         resident: int = 8,
         seed: int = 0,
     ) -> None:

@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from common.errors import Conflict, NotFound, TooLarge
 from trainer.tinker.records import Checkpoint, Run, Sampler, Session
-from trainer.tinker.store import Fact, Journal, name_of
+from trainer.tinker.store import Fact, Journal, TinkerStore, name_of
 
 KEPT_UNNAMED = 16
 """Unnamed weights of a run for its samplers; older ones are removed."""
@@ -37,10 +37,15 @@ class State:
     def remove(self, fact: Fact) -> None:
         self._facts[type(fact)].pop(name_of(fact), None)
 
+    def get(self, kind: type[_F], name: str) -> _F | None:
+        """Returns a fact, whoever it belongs to; None when there is none."""
+        found = self._facts[kind].get(name)
+        return found if isinstance(found, kind) else None
+
     def find(self, kind: type[_F], name: str, owner: str) -> _F:
         """Returns a fact. Raises NotFound, also for one of another client."""
-        found = self._facts[kind].get(name)
-        if not isinstance(found, kind) or self._owner(found) != owner:
+        found = self.get(kind, name)
+        if found is None or self._owner(found) != owner:
             raise NotFound(
                 f"there is no such {kind.__name__.lower()}",
                 field=kind.__name__.lower(),
@@ -62,8 +67,8 @@ class State:
 
     def _owner(self, fact: Fact) -> str:
         if isinstance(fact, Checkpoint):
-            run = self._facts[Run].get(fact.run)
-            return run.owner if isinstance(run, Run) else ""
+            run = self.get(Run, fact.run)
+            return run.owner if run else ""
         return fact.owner
 
     def session(self, name: str, owner: str) -> Session:
@@ -114,9 +119,20 @@ class State:
         return found
 
     async def delete(self, checkpoint: Checkpoint, journal: Journal) -> None:
-        """Forgets a checkpoint, then removes its files."""
-        self.remove(checkpoint)
-        await journal.run(lambda store: store.drop(checkpoint))
+        """Forgets a checkpoint, with its sampler if it is unnamed; then removes its files."""
+        gone: list[Checkpoint | Sampler] = [checkpoint]
+        if checkpoint.unnamed:
+            gone += [each for each in self.all(Sampler) if each.path == checkpoint.path]
+        for fact in gone:
+            self.remove(fact)
+
+        def write(store: TinkerStore) -> None:
+            for fact in gone:
+                store.drop(fact)
+                if isinstance(fact, Sampler):
+                    store.forget_line(fact.id)
+
+        await journal.run(write)
         shutil.rmtree(self.files(checkpoint), ignore_errors=True)
 
     def sweep(self) -> None:

@@ -2,6 +2,7 @@
 once, so that tests of the protocol need no torch.
 """
 
+import asyncio
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -101,8 +102,11 @@ class EchoEngine:
     def __init__(self) -> None:
         self.adapters: dict[str, str] = {}
         self.requests: list[dict[str, Any]] = []
+        self.hangs = False
 
-    def answer(self, request: httpx.Request) -> httpx.Response:
+    async def answer(self, request: httpx.Request) -> httpx.Response:
+        if self.hangs:
+            await asyncio.Event().wait()
         body = json.loads(request.content or b"{}")
         path = request.url.path
         if path == "/v1/models":

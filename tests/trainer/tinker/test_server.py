@@ -12,6 +12,7 @@ import pytest
 
 from tests.support.tinker.stand_ins import BASE, CountingLearner, EchoEngine, make_server
 from trainer.tinker import server as server_module
+from trainer.tinker import state as state_module
 from trainer.tinker import training
 from trainer.tinker.app import create_tinker_app
 from trainer.tinker.clients import Clients
@@ -472,3 +473,57 @@ async def test_a_finished_session_takes_nothing_more(tmp_path: Path) -> None:
         assert (await client.post("get_info", model_id=run))["model_id"] == run
         found = (await client.http.get(f"/api/v1/sessions/{client.session}")).json()
         assert found["training_run_ids"] == [run]
+
+
+async def test_a_sample_in_work_survives_the_end_of_a_server_but_not_its_client(
+    tmp_path: Path,
+) -> None:
+    engine = EchoEngine()
+    engine.hangs = True
+    ids = []
+    async with _serving(tmp_path, CountingLearner(), engine) as client:
+        session = (await client.post("create_session", tags=[]))["session_id"]
+        await client.post(
+            "create_sampling_session",
+            session_id=session,
+            sampling_session_seq_id=0,
+            base_model=BASE,
+        )
+        for seq in range(2):
+            made = await client.post(
+                "asample",
+                sampling_session_id=f"{session}:sample:0",
+                seq_id=seq,
+                prompt={"chunks": [{"tokens": [1]}]},
+                sampling_params={"max_tokens": 4},
+            )
+            ids.append(made["request_id"])
+        await asyncio.sleep(0.05)
+        cancelled = await client.http.post("/api/v1/cancel_future", json={"request_id": ids[1]})
+        assert cancelled.status_code == 204
+        assert (await client.result(ids[1])).json()["category"] == "user"
+    engine.hangs = False
+    async with _serving(tmp_path, CountingLearner(), engine) as client:
+        answer = await client.result(ids[0])
+        assert answer.headers["content-type"] == "application/x-protobuf"
+
+
+async def test_only_the_newest_unnamed_weights_are_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(state_module, "KEPT_UNNAMED", 2)
+    async with _serving(tmp_path, CountingLearner(), EchoEngine()) as client:
+        run = await client.run()
+        for number in range(4):
+            saved = await client.post(
+                "save_weights_for_sampler",
+                model_id=run,
+                seq_id=number + 1,
+                sampling_session_seq_id=number,
+                **({"path": "named"} if number == 0 else {}),
+            )
+            await client.result(saved["request_id"])
+        found = (await client.http.get(f"/api/v1/sessions/{client.session}")).json()
+        assert {name[-1] for name in found["sampler_ids"]} == {"0", "2", "3"}
+        folders = await asyncio.to_thread(list, tmp_path.glob("runs/*/sampler_weights-*"))  # noqa: ASYNC240
+        assert len(folders) == 3
