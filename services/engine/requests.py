@@ -86,7 +86,7 @@ async def finish(request: Request, engine: Engine, jobs: list[GenerationJob]) ->
 
 
 async def score(
-    request: Request, engine: Engine, prompts: list[list[int]], start: int, adapter: str | None
+    request: Request, engine: Engine, prompts: list[list[int]], *, start: int, adapter: str | None
 ) -> list[dict[str, Any]]:
     """Returns the answers for the log-probabilities of prompts, computed in parts so that running
     rows continue.

@@ -17,7 +17,7 @@ from typing import Any
 from fastapi import FastAPI, Request
 from fastapi.responses import FileResponse, JSONResponse, Response
 
-from common.errors import NotFound, Unauthorized
+from common.errors import InvalidInput, NotFound, Unauthorized
 from common.process.metrics import Metrics
 from services.http.app import create_app
 from trainer.tinker import requests
@@ -453,9 +453,14 @@ def _time(seconds: float) -> str:
 
 def _page(request: Request, found: list[Any]) -> tuple[list[Any], dict[str, int]]:
     """Returns the part of a list that the query names with limit and offset, and which it is."""
-    limit, offset = (
-        max(0, int(text)) if (text := request.query_params.get(name, "")).isdecimal() else default
-        for name, default in (("limit", 20), ("offset", 0))
-    )
+    query = request.query_params
+    limit = _number(query.get("limit", "20"))
+    offset = _number(query.get("offset", "0"))
     cursor = {"offset": offset, "limit": limit, "total_count": len(found)}
     return found[offset : offset + limit], cursor
+
+
+def _number(text: str) -> int:
+    if not text.isdecimal():
+        raise InvalidInput("this is not a whole number", field="limit, offset", value=text)
+    return int(text)

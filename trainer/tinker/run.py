@@ -47,7 +47,7 @@ def run(config: Config, topology: Topology, clients: Clients) -> None:
         host = config.tinker.host or host
         if not is_loopback(host) and not clients.are_told_apart:
             log.warning("anyone who reaches %s:%d can use this server: set TINKER_KEYS", host, port)
-        app = _composed(config, topology, ranks, learner, clients)
+        app = _composed(config, topology, ranks, learner=learner, clients=clients)
         try:
             serve(app, host, port, f"model={config.model.name} dir={config.trainer.run_dir}")
         finally:
@@ -61,7 +61,7 @@ def _tokenizer(config: Config) -> str:
 
 
 def _composed(
-    config: Config, topology: Topology, ranks: Ranks, learner: Learner, clients: Clients
+    config: Config, topology: Topology, ranks: Ranks, *, learner: Learner, clients: Clients
 ) -> FastAPI:
     """Returns the app of the server with its engines: in this process, or in a job group those of
     rollout-server.
@@ -109,7 +109,7 @@ def _composed(
                 await parts.enter_async_context(part)
             yield
 
-    made = create_tinker_app(server, clients, _tokenizer(config), lifespan, Metrics(TINKER))
+    made = create_tinker_app(server, clients, _tokenizer(config), lifespan, metrics=Metrics(TINKER))
     if topology.group is not None:
         add_nodes(made, group)
     return made

@@ -144,9 +144,9 @@ class Sampling:
         """Ends a request that nobody waits for."""
         if self.turns.drop(line, number):
             await self._end(line, number, _cancelled())
-        elif task := self._tasks.get((line, number)):
+        elif (line, number) in self._tasks:
             self._unwanted.add((line, number))
-            task.cancel()
+            self._tasks[line, number].cancel()
 
     async def _one(self, line: str, number: int) -> None:
         sampler = self._state.get(Sampler, line)

@@ -313,10 +313,9 @@ class TinkerServer:
     # ------------------------------------------------------------ futures
 
     def _note_finished(self, line: str, number: int) -> None:
-        if event := self._waiters.pop((line, number), None):
-            event.set()
-        if news := self._news.pop(line, None):
-            news.set()
+        for waiting in (self._waiters.pop((line, number), None), self._news.pop(line, None)):
+            if waiting is not None:
+                waiting.set()
 
     async def result(self, owner: str, request_id: str) -> Result | None:
         """Returns a result as soon as it is there; None when it is not within `POLL_S`."""

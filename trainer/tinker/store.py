@@ -165,7 +165,13 @@ class TinkerStore(SqliteStore):
         if row is None:
             return None
         *_, ok, content, is_json, finished, weights = unsealed(row, f"result {seq} of {line}")
-        return Result(bool(ok), content, bool(is_json), finished, weights)
+        return Result(
+            ok=bool(ok),
+            content=content,
+            is_json=bool(is_json),
+            finished=finished,
+            weights=weights,
+        )
 
     def expect(self, line: str, seq: int) -> None:
         """Raises NotFound for an operation that was never accepted, or whose result is gone."""

@@ -11,7 +11,19 @@ from common.process.storage import StorageFailed
 from trainer.tinker.records import Operation, Result, Run, Session
 from trainer.tinker.store import Journal, TinkerStore
 
-_RUN = Run("s:train:0", "s", "anyone", 4, 0, True, True, True, 1.0, 1.0, snapshot=2)
+_RUN = Run(
+    id="s:train:0",
+    session="s",
+    owner="anyone",
+    rank=4,
+    seed=0,
+    train_mlp=True,
+    train_attn=True,
+    train_unembed=True,
+    created=1.0,
+    used=1.0,
+    snapshot=2,
+)
 _DONE = Result(ok=True, content=b"{}", is_json=True)
 
 
