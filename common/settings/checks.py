@@ -493,6 +493,11 @@ def _lora(config: Settings) -> Iterator[str]:
         yield f"lora.target_modules {problem}: name other layers, or set lora.publish merged"
 
 
+def without_adapters(layers: Iterable[str]) -> list[str]:
+    """Returns the names of layers for which SGLang has no adapters."""
+    return sorted(set(layers) - _ADAPTED)
+
+
 def unloadable_adapter(layers: Iterable[str]) -> str:
     """Returns why SGLang would not load an adapter of layers with these names; empty if it does."""
     named = set(layers)
@@ -503,7 +508,7 @@ def unloadable_adapter(layers: Iterable[str]) -> str:
                 f"has {', '.join(sorted(alone))} without {needed}, and SGLang, which fuses these "
                 "layers, would drop it"
             )
-    unknown = sorted(named - _ADAPTED)
+    unknown = without_adapters(named)
     return f"has {', '.join(unknown)}, for which SGLang has no adapters" if unknown else ""
 
 

@@ -85,7 +85,7 @@ def first_factor(seed: int, name: str, shape: Sequence[int]) -> Tensor:
     """Returns PEFT's initial A or B: A is random, B is 0. It depends only on seed and name, so that
     every rank gets the same.
     """
-    if name.endswith(_B):
+    if ".lora_B." in name:
         return torch.zeros(tuple(shape))
     generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))
     bound = shape[1] ** -0.5

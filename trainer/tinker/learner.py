@@ -8,6 +8,7 @@ through `_Place`s, which are beside the layers of the base, so that a change of 
 nothing. The base is sharded as the policy of a trainer is; its layers are not changed.
 """
 
+import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -22,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from common.errors import Conflict, InvalidInput, NotFound, ServiceError
-from common.settings.checks import unloadable_adapter
+from common.settings.checks import without_adapters
 from common.settings.config import Config
 from learning.batching import Indices, Sizes
 from learning.fitting import fitted
@@ -31,12 +32,20 @@ from learning.loading import AddedModules
 from learning.micro_batch_passes import micro_batch_passes
 from learning.ranks import Ranks
 from learning.sharding import reshard
-from trainer.policy.lora import adaptable_layers, first_factor, head_name
-from trainer.policy.scorer import computes_in_bfloat16, load_scorer
+from trainer.policy.lora import (
+    adaptable_layers,
+    adapter_config,
+    describe_adapter,
+    first_factor,
+    head_name,
+    placing,
+)
+from trainer.policy.scorer import ADAPTER_PREFIX, computes_in_bfloat16, load_scorer
 from trainer.tinker import run_files
 from trainer.tinker.interface import AdamParams, Array, Datum, LoraSpec, Outputs
 from trainer.tinker.losses import TARGETS, Loss, check_data, checked_loss, terms_of
 
+log = logging.getLogger(__name__)
 _MLP = ("mlp", "feed_forward", "ffn", "moe", "expert")
 """Parts of the names of modules that are, or are in, an MLP."""
 _MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -67,6 +76,8 @@ class _Place:
 
     name: str
     """Of the layer in the model."""
+    file_name: str
+    """Of the layer in PEFT's files."""
     kind: str
     """`attn`, `mlp` or `unembed`."""
     sizes: tuple[int, int]
@@ -76,11 +87,11 @@ class _Place:
     scale: float = 1.0
 
     def shapes(self, rank: int) -> dict[str, tuple[int, int]]:
-        """Returns the shapes of A and B, by their names as in PEFT's layers."""
+        """Returns the shapes of A and B, by PEFT's names."""
         into, out = self.sizes
         return {
-            f"{self.name}.lora_A.default.weight": (rank, into),
-            f"{self.name}.lora_B.default.weight": (out, rank),
+            f"{self.file_name}.lora_A.weight": (rank, into),
+            f"{self.file_name}.lora_B.weight": (out, rank),
         }
 
     def parts(self, states: Tensor) -> tuple[Tensor, Tensor] | None:
@@ -147,7 +158,7 @@ class RunLearner:
         self.vocabulary = int(self.model.get_input_embeddings().num_embeddings)
         text = self.model.config.get_text_config()
         self.longest: int | None = getattr(text, "max_position_embeddings", None)
-        self._places = _places(self.model)
+        self._places = _places(self.model, self._config)
         modules = dict(self.model.named_modules())
         for place in self._places:
             if place.kind == "unembed":  # which the scorer computes by itself
@@ -193,11 +204,9 @@ class RunLearner:
     def load(self, run: str, folder: Path, optimizer: bool) -> None:
         """See `Learner`."""
         saved = run_files.read(folder, optimizer)
-        known = self._runs.get(run)
-        if known is None:
-            self._check_spec(saved.spec)
-        spec = saved.spec if known is None else known.spec
-        if self._shapes(spec) != {name: tuple(part.shape) for name, part in saved.factors.items()}:
+        spec = self._runs[run].spec if run in self._runs else saved.spec
+        found = {name: tuple(factor.shape) for name, factor in saved.factors.items()}
+        if self._shapes(spec) != found:
             raise InvalidInput(
                 "the run has other layers or another rank than the saved one",
                 field="path",
@@ -213,7 +222,7 @@ class RunLearner:
         dtype = torch.bfloat16 if self.low_precision else torch.float32
         known = self._runs[run]
         return run_files.write_adapter(
-            self.model, self._config, known.spec, self._named(known, dtype), folder=folder
+            self._named(known, dtype), self._adapter_config(known.spec), folder
         )
 
     def unload(self, run: str) -> None:
@@ -259,21 +268,12 @@ class RunLearner:
                 value=spec.rank,
                 remedy="use 8 to 64",
             )
-        chosen = self._chosen(spec)
-        if not chosen:
+        if not self._chosen(spec):
             raise InvalidInput(
                 "the base model has no layers of the kinds that are to be trained",
                 field="lora_config",
                 value=spec,
                 remedy="set train_attn, train_mlp or train_unembed",
-            )
-        problem = unloadable_adapter({place.name.rpartition(".")[2] for place in chosen})
-        if problem and self._config.rollout.engine == "sglang":
-            raise InvalidInput(
-                f"the adapter {problem}",
-                field="lora_config",
-                value=spec,
-                remedy="train other layers",
             )
 
     def _chosen(self, spec: LoraSpec) -> list[_Place]:
@@ -290,6 +290,20 @@ class RunLearner:
         for place in self._chosen(spec):
             shapes |= place.shapes(spec.rank)
         return shapes
+
+    def _adapter_config(self, spec: LoraSpec) -> str:
+        """Returns the text of PEFT's `adapter_config.json`."""
+        layers: dict[str, list[str]] = {}
+        for place in self._chosen(spec):
+            layers.setdefault(place.name.rpartition(".")[2], []).append(place.name)
+        described = describe_adapter(
+            self._config.model.name,
+            self.model,
+            dict(sorted(layers.items())),
+            rank=spec.rank,
+            alpha=self._config.lora.alpha,
+        )
+        return adapter_config(self.model, described)
 
     def _create(self, run: str, spec: LoraSpec) -> None:
         shapes = self._shapes(spec)
@@ -493,12 +507,13 @@ class RunLearner:
                 state["gradient"] = known.gradient[:size].cpu()
         if self._ranks.is_rank_zero:
             saved = run_files.Saved(known.spec, known.steps, self._named(known), state)
-            run_files.write(saved, self.model, self._config, folder)
+            run_files.write(saved, self._adapter_config(known.spec), folder)
 
     def _load(self, run: str, saved: run_files.Saved) -> None:
         spec = self._runs[run].spec if run in self._runs else saved.spec
-        flat = torch.cat([factor.flatten() for factor in saved.factors.values()])
-        made = self._add(run, spec, self._shapes(spec), flat)
+        shapes = self._shapes(spec)
+        flat = torch.cat([saved.factors[name].flatten() for name in shapes])
+        made = self._add(run, spec, shapes, flat)
         made.steps = saved.steps
         state = saved.optimizer
         if "gradient" in state:
@@ -513,12 +528,21 @@ class RunLearner:
         del self._runs[run]
 
 
-def _places(model: Any) -> list[_Place]:
+def _places(model: Any, config: Config) -> list[_Place]:
     """Returns the places of factors beside all layers of a model that can have an adapter, in the
     order of the model.
     """
     modules = dict(model.named_modules())
-    names = {name for named in adaptable_layers(model).values() for name in named}
+    head = head_name(model)
+    layers = adaptable_layers(model) | {head: [head]}
+    if config.rollout.engine == "sglang":
+        left_out = without_adapters(layers)
+        layers = {last: names for last, names in layers.items() if last not in left_out}
+        if left_out:
+            log.warning("no run trains %s: SGLang has no adapters for them", ", ".join(left_out))
+
+    names = {name for named in layers.values() for name in named}
+    placed = placing(model)
     found: list[_Place] = []
     for name, module in modules.items():
         if name not in names:
@@ -526,9 +550,14 @@ def _places(model: Any) -> list[_Place]:
         *path, last = name.lower().split(".")
         in_mlp = any(part in step for step in path for part in _MLP)
         kind = "mlp" if in_mlp or last in _MLP_LAYERS else "attn"
-        found.append(_Place(name, kind, (module.in_features, module.out_features)))
-    head = modules[head_name(model)]
-    found.append(_Place(head_name(model), "unembed", (head.in_features, head.out_features)))
+        found.append(
+            _Place(
+                name=name,
+                file_name=ADAPTER_PREFIX + placed(name),
+                kind="unembed" if name == head else kind,
+                sizes=(module.in_features, module.out_features),
+            )
+        )
     return found
 
 
@@ -552,7 +581,11 @@ def _by_datum(
 
 def _not_finite(found: Mapping[int, tuple[Array, Array]]) -> InvalidInput:
     """Returns the error for a loss or a gradient that is not finite; nothing was added."""
-    bad = [number for number, columns in sorted(found.items()) if not _all_finite(columns)]
+    bad = [
+        number
+        for number, columns in sorted(found.items())
+        if not all(np.isfinite(column).all() for column in columns)
+    ]
     return InvalidInput(
         "the loss or its gradient is not finite: nothing was added to the gradient of the run",
         field=f"data[{bad[0]}]" if bad else "data",
@@ -560,10 +593,6 @@ def _not_finite(found: Mapping[int, tuple[Array, Array]]) -> InvalidInput:
         remedy="compare the log-probabilities of this datum with those of the sampler; if all are "
         "NaN, load an earlier checkpoint and lower the learning rate",
     )
-
-
-def _all_finite(columns: Sequence[Array]) -> bool:
-    return all(bool(np.isfinite(column).all()) for column in columns)
 
 
 def _check_adam(adam: AdamParams) -> None:

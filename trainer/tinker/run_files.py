@@ -14,17 +14,14 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
-from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
 from common.errors import Conflict, InvalidInput, NotFound
-from common.settings.config import Config
 from common.weights.checksums import checksum
-from trainer.policy.lora import adapter_config, describe_adapter, placing
-from trainer.policy.scorer import ADAPTER_CONFIG, ADAPTER_PREFIX, ADAPTER_WEIGHTS
+from trainer.policy.scorer import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from trainer.tinker.interface import LoraSpec
 from trainer.weights.tensor_file import write_tensors
 
@@ -41,7 +38,7 @@ class Saved:
     spec: LoraSpec
     steps: int
     factors: dict[str, Tensor]
-    """By their names in the model, in its order."""
+    """By PEFT's names."""
     optimizer: dict[str, Tensor] = field(default_factory=dict)
     """`exp_avg` [N], `exp_avg_sq` [N] and `step` after a step, `gradient` [N] if there is one."""
 
@@ -54,32 +51,22 @@ def check_new(folder: Path) -> None:
         )
 
 
-def write(saved: Saved, model: Any, config: Config, folder: Path) -> None:
-    """Writes a run, durably."""
+def write(saved: Saved, config: str, folder: Path) -> None:
+    """Writes a run, durably; `config` is the text of PEFT's `adapter_config.json`."""
 
     def files(directory: Path) -> None:
-        names = [name.removesuffix(".default.weight") for name in saved.factors]
-        sums = {ADAPTER_WEIGHTS: _adapter(model, config, saved.spec, saved.factors, directory)}
+        sums = {ADAPTER_WEIGHTS: _adapter(saved.factors, config, directory)}
         if saved.optimizer:
-            with (directory / _OPTIMIZER).open("wb") as stream:
-                sums[_OPTIMIZER] = write_tensors(saved.optimizer, stream)
-        content = {
-            "format": _FORMAT,
-            "lora": asdict(saved.spec),
-            "steps": saved.steps,
-            "factors": dict(zip(_hub_names(model, names), saved.factors, strict=True)),
-            "checksums": sums,
-        }
-        (directory / _RUN).write_text(json.dumps(content))
+            sums[_OPTIMIZER] = _tensors(saved.optimizer, directory / _OPTIMIZER)
+        content = {"lora": asdict(saved.spec), "steps": saved.steps, "checksums": sums}
+        (directory / _RUN).write_text(json.dumps({"format": _FORMAT, **content}))
 
     _durably(folder, files)
 
 
-def write_adapter(
-    model: Any, config: Config, spec: LoraSpec, factors: dict[str, Tensor], *, folder: Path
-) -> str:
+def write_adapter(factors: dict[str, Tensor], config: str, folder: Path) -> str:
     """Writes an adapter in PEFT's format, durably; returns the checksum of its weights."""
-    return _durably(folder, partial(_adapter, model, config, spec, factors))
+    return _durably(folder, partial(_adapter, factors, config))
 
 
 def read(folder: Path, optimizer: bool) -> Saved:
@@ -102,53 +89,34 @@ def read(folder: Path, optimizer: bool) -> Saved:
             value=str(folder),
             remedy="load the weights alone, or save the run with save_state",
         )
-    wanted = [name for name in sums if name != _OPTIMIZER or optimizer]
-    tensors: dict[str, dict[str, Tensor]] = {}
-    for name in wanted:
-        try:
-            whole = checksum(folder / name) == sums[name]
-            tensors[name] = load_file(folder / name)
-        except (OSError, SafetensorError):
-            whole = False
-        if not whole:
+    tensors: dict[str, dict[str, Tensor]] = {_OPTIMIZER: {}}
+    for name, expected in sums.items():
+        if name == _OPTIMIZER and not optimizer:
+            continue
+        # A folder is whole when it has its name, but disks and people change files.
+        if not (folder / name).is_file() or checksum(folder / name) != expected:
             raise InvalidInput(
                 f"{name} is missing or has changed since it was written",
                 field="path",
                 value=str(folder),
                 remedy="load another checkpoint",
             )
-    stored = tensors[ADAPTER_WEIGHTS]
-    factors = {own: stored[name] for name, own in content["factors"].items()}
-    spec = LoraSpec(**content["lora"])
-    return Saved(spec, content["steps"], factors, tensors.get(_OPTIMIZER, {}))
-
-
-def _adapter(
-    model: Any, config: Config, spec: LoraSpec, factors: dict[str, Tensor], directory: Path
-) -> str:
-    """Writes PEFT's two files; returns the checksum of the weights."""
-    names = [name.removesuffix(".default.weight") for name in factors]
-    layers: dict[str, list[str]] = {}
-    for name in names[::2]:
-        layer = name.removesuffix(".lora_A")
-        layers.setdefault(layer.rpartition(".")[2], []).append(layer)
-    described = describe_adapter(
-        config.model.name,
-        model,
-        {last: layers[last] for last in sorted(layers)},
-        rank=spec.rank,
-        alpha=config.lora.alpha,
+        tensors[name] = load_file(folder / name)
+    return Saved(
+        LoraSpec(**content["lora"]), content["steps"], tensors[ADAPTER_WEIGHTS], tensors[_OPTIMIZER]
     )
-    (directory / ADAPTER_CONFIG).write_text(adapter_config(model, described))
-    stored = dict(zip(_hub_names(model, names), factors.values(), strict=True))
-    with (directory / ADAPTER_WEIGHTS).open("wb") as stream:
-        return write_tensors(stored, stream)
 
 
-def _hub_names(model: Any, names: list[str]) -> list[str]:
-    """Returns the names of factors in PEFT's files."""
-    placed = placing(model)
-    return [f"{ADAPTER_PREFIX}{placed(name)}.weight" for name in names]
+def _adapter(factors: dict[str, Tensor], config: str, directory: Path) -> str:
+    """Writes PEFT's two files; returns the checksum of the weights."""
+    (directory / ADAPTER_CONFIG).write_text(config)
+    return _tensors(factors, directory / ADAPTER_WEIGHTS)
+
+
+def _tensors(tensors: dict[str, Tensor], path: Path) -> str:
+    """Writes a safetensors file; returns its checksum."""
+    with path.open("wb") as stream:
+        return write_tensors(tensors, stream)
 
 
 def _durably(folder: Path, files: Callable[[Path], _T]) -> _T:

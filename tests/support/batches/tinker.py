@@ -65,6 +65,10 @@ def only(data: Sequence[Datum], *names: str) -> list[Datum]:
     return [Datum(each.tokens, {name: each.inputs[name] for name in kept}) for each in data]
 
 
+def _layer(name: str) -> str:
+    return name.removeprefix("base_model.model.").rpartition(".lora_")[0]
+
+
 @dataclass
 class PlainRun:
     """A saved run, in plain torch: the base by transformers, W + alpha / rank × B A, autograd."""
@@ -78,13 +82,16 @@ class PlainRun:
 
     @classmethod
     def of(cls, base: Path, folder: Path) -> "PlainRun":
+        model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32).eval()
         content = json.loads((folder / "run.json").read_text())
         stored = load_file(folder / "adapter_model.safetensors")
-        factors = {name: stored[name].requires_grad_() for name in content["factors"]}
+        # The vectors have the model's order, which those of modules here is too.
+        names = [name for name, _ in model.named_modules()]
+        order = sorted(stored, key=lambda name: (names.index(_layer(name)), name))
+        factors = {name: stored[name].requires_grad_() for name in order}
         state: Mapping[str, Tensor] = {}
         if (folder / "optimizer.safetensors").exists():
             state = load_file(folder / "optimizer.safetensors")
-        model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32).eval()
         return cls(factors, state.get("gradient"), model, content["lora"]["rank"])
 
     def logprobs(self, datum: Datum) -> Tensor:
