@@ -33,9 +33,6 @@ from rich.console import Console
 from torch import Tensor
 from torch._functorch.aot_autograd import make_boxed_func
 from torch._guards import detect_fake_mode
-from torch._inductor.debug import DebugContext
-from torch._inductor.graph import GraphLowering
-from torch._inductor.virtualized import V
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
@@ -172,7 +169,11 @@ class Eager(TorchDispatchMode):  # type: ignore[misc]  # torch is not typed for 
 @contextmanager
 def compiled(forward_passes: int) -> Iterator[Cost]:
     """Makes `torch.compile` count Inductor's fused kernels instead of generating code."""
+    # Inductor takes two seconds to import, which the eager count does not need.
     from torch._inductor.compile_fx import compile_fx, record_original_output_strides
+    from torch._inductor.debug import DebugContext
+    from torch._inductor.graph import GraphLowering
+    from torch._inductor.virtualized import V
 
     cost = Cost()
 
