@@ -7,8 +7,10 @@ The SDK's own classes are generated code of a package that this project does not
 import struct
 from collections.abc import Iterator
 
-from common.errors import InvalidInput
+from common.errors import InvalidInput, TooLarge
 
+MOST_FIELDS = 100_000
+"""Of a message: each becomes an object. The SDK sends at most 1,024 data at once."""
 _VARINT = 0
 _DOUBLE = 1
 _BYTES = 2
@@ -22,7 +24,15 @@ def fields(message: bytes) -> Iterator[tuple[int, Value]]:
     for a double, an int for any other number. Raises InvalidInput for what is no message.
     """
     at = 0
+    count = 0
     while at < len(message):
+        count += 1
+        if count > MOST_FIELDS:
+            raise TooLarge(
+                f"a message has more than {MOST_FIELDS:,} fields",
+                field="body",
+                remedy="send fewer data at once",
+            )
         key, at = _read_varint(message, at)
         number = key >> 3
         kind = key & 7

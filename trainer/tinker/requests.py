@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from common.errors import InvalidInput
+from common.wire.codec import parse_json
 
 Metadata = dict[str, Any]
 _B = TypeVar("_B", bound="Body")
@@ -267,7 +268,7 @@ _INSTEAD = {
 def parse(kind: type[_B], content: bytes) -> _B:
     """Returns a request. Raises InvalidInput, which says what serves instead of what does not."""
     try:
-        return kind.model_validate_json(content)
+        return kind.model_validate(parse_json(content))
     except ValidationError as error:
         first = error.errors()[0]
         path = [str(part) for part in first["loc"]]

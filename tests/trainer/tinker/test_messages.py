@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from common.errors import InvalidInput
+from common.errors import InvalidInput, TooLarge
 from trainer.tinker.interface import Outputs
 from trainer.tinker.messages import (
     Sampled,
@@ -12,7 +12,7 @@ from trainer.tinker.messages import (
     write_outputs,
     write_samples,
 )
-from trainer.tinker.protobuf import bytes_field, fields, numbers, varint_field
+from trainer.tinker.protobuf import MOST_FIELDS, bytes_field, fields, numbers, varint_field
 
 _OF_SDK = bytes.fromhex(
     "0a09733a747261696e3a3010ac021a6a0a0c0a0a0a08010000002c0100000a080a060a040700000012300a0d74617267"
@@ -73,6 +73,11 @@ def test_sparse_tensors_are_dense_for_the_learner() -> None:
 def test_refuses_what_it_cannot_read(body: bytes) -> None:
     with pytest.raises(InvalidInput):
         read_pass(body)
+
+
+def test_a_message_has_a_bounded_number_of_fields() -> None:
+    with pytest.raises(TooLarge):
+        read_pass(bytes_field(3, b"") * (MOST_FIELDS + 1))
 
 
 def test_outputs_have_every_array_of_every_datum() -> None:

@@ -1,6 +1,8 @@
 """The server over HTTP, with stand-ins for its models: what is accepted, once, and by whom."""
 
 import asyncio
+import os
+import random
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -18,6 +20,7 @@ from trainer.tinker.app import create_tinker_app
 from trainer.tinker.clients import Clients
 from trainer.tinker.protobuf import as_bytes, bytes_field, fields, varint_field
 
+_KILLS = int(os.environ.get("TINKER_KILLS", "6"))
 _KEYS = {"TINKER_KEYS": "ann=tml-ann-0123456789,bob=tml-bob-0123456789"}
 
 
@@ -143,7 +146,8 @@ async def test_a_killed_server_continues_where_it_was(
         results: dict[str, bytes] = {}
         run = ""
         client = None
-        for step in range(6):
+        chance = random.Random(1)
+        for step in range(_KILLS):
             # Results are fetched from another process than the one that accepted.
             server = make_server(directory, CountingLearner(), engine)
             app = create_tinker_app(server, Clients({}), BASE, server.running)
@@ -161,7 +165,7 @@ async def test_a_killed_server_continues_where_it_was(
                 await client.step(run, 2 * step + 2),
             ]
             if kills:
-                await _kill(server, after=step)
+                await _kill(server, after=chance.randrange(12))
                 server = make_server(directory, CountingLearner(), engine)
                 app = create_tinker_app(server, Clients({}), BASE, server.running)
                 context = server.running()
