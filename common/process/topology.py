@@ -26,7 +26,6 @@ DATA = "data-server"
 ROLLOUT = "rollout-server"
 REWARD = "reward-server"
 REPLAY = "replay-buffer"
-CRITIC = "critic-server"
 ENVIRONMENT = "environment-server"
 TRAINER = "ppo-trainer"
 TORCHRUN_PORT = 29500
