@@ -159,7 +159,8 @@ class Eager(TorchDispatchMode):  # type: ignore[misc]  # torch is not typed for 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         tensors = kernel_tensors(func, args, kwargs, result)
-        if tensors and "varlen" not in str(func):
+        is_attention = "attn" in str(func) or "attention" in str(func)
+        if tensors and not is_attention:
             flops = kernel_flops(func, args, kwargs or {}, result)
             share = product_share(result.shape, flops) if flops else 1.0
             self.cost.add(touched(tensors), flops, share=share)

@@ -114,8 +114,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker("slow")
 
     services = [
-        f"tests/services/{name}"
-        for name in ("rollout", "reward", "replay", "data", "engine", "critic")
+        f"tests/services/{name}" for name in ("rollout", "reward", "replay", "data", "engine")
     ]
     first = [
         "tests/simulation",

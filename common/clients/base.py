@@ -12,7 +12,7 @@ import random
 import ssl
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
+from contextlib import asynccontextmanager
 from functools import cache, lru_cache
 from typing import Any, NamedTuple, Self, TypeVar
 
@@ -417,16 +417,15 @@ class Client:
         response.request = request
         try:
             await _not_compressed(response)
-            async with self._room_for_body():
-                await response.aread()
+            await self._receive(response)
         finally:
             await response.aclose()
         self._see_store(StoreMark.parse(response.headers.get(STORE_HEADER, "")))
         return response
 
-    def _room_for_body(self) -> AbstractAsyncContextManager[None]:
-        """Waits until the body of a response may be read."""
-        return nullcontext()
+    async def _receive(self, response: httpx.Response) -> None:
+        """Receives the body of a response."""
+        await response.aread()
 
     def _see_store(self, mark: StoreMark | None) -> None:
         """Remembers how far the service's store is, and logs a warning when it is another one."""

@@ -3,12 +3,13 @@
 import asyncio
 import base64
 import logging
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import BrokenExecutor, Executor
-from contextlib import asynccontextmanager
 from functools import partial
 from itertools import chain
+from pathlib import Path
 from typing import Any, NotRequired, TypedDict, Unpack
+from uuid import uuid4
 
 import httpx
 import numpy as np
@@ -17,14 +18,15 @@ import orjson
 from common.clients.base import Look
 from common.clients.engines import GeneratingClient
 from common.errors import NotFound, ServiceError, ServiceLost
+from common.process.storage import storing
 from common.wire.codec import without_collection
 from common.wire.schemas import Completion, Float32, Int32, UInt8
 
 log = logging.getLogger(__name__)
 Tokens = Sequence[int] | Int32
+_Body = bytes | Path
+"""The body of an answer, or the file that has it."""
 _MAX_EXPERT = 2**15 - 1
-_FEW = 2
-"""Large answers that are received, and that are turned into completions, at a time."""
 _PARSING_S = 0.1
 """Seconds of parsing after which other tasks of the event loop run."""
 
@@ -94,13 +96,9 @@ class RolloutClient(GeneratingClient):
         super().__init__(*arguments, **options)
         self.readers: Executor | None = None
         """Processes that turn answers into completions; None: the event loop does."""
-        self.receives_few = False
-        """Receive few answers at a time, since each is large: the others wait in their connections,
-        where they take no memory of this process."""
-        self._receiving = asyncio.Semaphore(_FEW)
-        self._was_read = asyncio.Event()
-        self._unread = 0
-        """Answers that were received and not turned into completions yet."""
+        self.directory: Path | None = None
+        """Answers for `readers` are received into files here: they may have hundreds of MB each,
+        and many may end together."""
         self._parsing_ends = 0.0
         self._parsing_over = False
 
@@ -115,28 +113,6 @@ class RolloutClient(GeneratingClient):
         """
         name, version = self.adapter or (None, None)  # read once: it changes from another thread
         contents = await self._contents(input_ids, options, name)
-        self._unread += 1
-        try:
-            return await self._read(contents, options, version)
-        finally:
-            self._unread -= 1
-            self._was_read.set()
-
-    @asynccontextmanager
-    async def _room_for_body(self) -> AsyncIterator[None]:
-        if not self.receives_few:
-            yield
-            return
-        async with self._receiving:
-            while self._unread >= _FEW:
-                self._was_read.clear()
-                await self._was_read.wait()
-            yield
-
-    async def _read(
-        self, contents: list[bytes], options: SamplingOptions, version: int | None
-    ) -> list[Completion]:
-        """Returns the completions in the answers to a request."""
         read = partial(
             _completions,
             contents,
@@ -155,6 +131,23 @@ class RolloutClient(GeneratingClient):
                 ) from error
         await self._may_parse()
         return read()
+
+    async def _receive(self, response: httpx.Response) -> None:
+        is_answer = response.is_success and response.request.url.path.endswith("/generate")
+        if self.directory is None or not is_answer:
+            await response.aread()
+            return
+        path = self.directory / f"{uuid4().hex}.answer"
+        with storing("an engine's answer", path, "state_dir"):
+            self.directory.mkdir(parents=True, exist_ok=True)
+            try:
+                with path.open("wb") as file:
+                    async for piece in response.aiter_bytes():
+                        file.write(piece)
+            except BaseException:
+                path.unlink(missing_ok=True)
+                raise
+        response.extensions["file"] = path
 
     async def answers(
         self,
@@ -179,7 +172,7 @@ class RolloutClient(GeneratingClient):
         lora_path: str | None,
         *,
         logprobs: bool = True,
-    ) -> list[bytes]:
+    ) -> list[_Body]:
         """Returns the body of the answer to one request, or to a request for each completion
         (`seeds_apart`). Raises the error of the first that fails.
         """
@@ -225,7 +218,7 @@ class RolloutClient(GeneratingClient):
         lora_path: str | None,
         *,
         logprobs: bool,
-    ) -> bytes:
+    ) -> _Body:
         n = options["n"]
         asks_for_kept = logprobs and _truncates(options)
         repeated = self.repeats_prompt and n > 1 and (lora_path is not None or asks_for_kept)
@@ -258,7 +251,7 @@ class RolloutClient(GeneratingClient):
             content=orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY),
             headers={"content-type": "application/json"},
         )
-        return response.content
+        return response.extensions.get("file") or response.content
 
     async def _look(self, attempt: str) -> Look:
         loads = await self._loads()
@@ -293,7 +286,7 @@ class RolloutClient(GeneratingClient):
 
 
 def _completions(
-    contents: list[bytes], version: int | None, *, n: int, truncated: bool, routed: bool
+    contents: list[_Body], version: int | None, *, n: int, truncated: bool, routed: bool
 ) -> list[Completion]:
     """Returns the completions in the answers to a request; `version` is of its LoRA adapter."""
     completions = []
@@ -310,10 +303,15 @@ def _truncates(options: SamplingOptions) -> bool:
     return not {"top_p", "top_k", "min_p"}.isdisjoint(options.get("parameters", {}))
 
 
-def _parsed(contents: list[bytes], n: int) -> list[dict[str, Any]]:
+def _parsed(contents: list[_Body], n: int) -> list[dict[str, Any]]:
     answers: list[dict[str, Any]] = []
     for content in contents:
-        found = orjson.loads(content)
+        if isinstance(content, Path):
+            body = content.read_bytes()
+            content.unlink()
+        else:
+            body = content
+        found = orjson.loads(body)
         answers += found if isinstance(found, list) else [found]
     if len(answers) != n:
         reason = f"asked for {n} completions, got {len(answers)}"

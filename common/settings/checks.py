@@ -192,11 +192,6 @@ def _conflicts(config: Settings) -> Iterator[str]:
             "{trainer.audit} needs the groups of every step, and {trainer.keep_groups_mb} keeps "
             "none: raise it, or leave trainer.audit out"
         )
-    if trainer.audit and algorithm.needs_critic and config.critic.location == "server":
-        yield (
-            "{trainer.audit} cannot re-execute what a critic-server computed ({critic.location}): "
-            "set critic.location trainer, or leave trainer.audit out"
-        )
     if not embedded:
         yield from _engine_args(config)
     if config.rollout.nodes_per_engine > 1:
@@ -387,15 +382,10 @@ def _environment(config: Settings) -> Iterator[str]:
             "environment.name makes episodes: use another algorithm, such as grpo"
         )
     kind = config.environment.name.partition(":")[0]
-    if config.environment.tool_timeout_s is not None and kind in ("agent", "verifiers"):
+    if config.environment.tool_timeout_s is not None and kind == "agent":
         yield (
             "{environment.tool_timeout_s} cannot end the tools of a program, which "
             "environment.name starts: leave it out, and end them in the program"
-        )
-    if config.environment.step_rewards != "sum" and kind != "openenv":
-        yield (
-            "{environment.step_rewards} is for the steps of an OpenEnv server, and "
-            "environment.name is another: leave it out, and compute the reward in the environment"
         )
     min_episodes = config.environment.min_episodes
     if min_episodes is not None and min_episodes > config.sampling.group_size:
@@ -557,7 +547,7 @@ def _unread(config: Settings) -> Iterator[tuple[Sequence[str], str]]:
         reason = "environment.name starts no agent:COMMAND or harbor:COMMAND"
         yield _all(RuntimeSection, "runtime"), reason
     if not config.algorithm.needs_critic:
-        yield _all(CriticSection, "critic", ("port",)), "{algorithm.advantage} has no critic"
+        yield _all(CriticSection, "critic"), "{algorithm.advantage} has no critic"
     if config.model.dtype == "float32":
         yield ("model.fp32_head",), "model.dtype is float32"
     if config.algorithm.kl_coef == 0:

@@ -74,6 +74,12 @@ class Config(Settings):
         check(self)
         return self
 
+    @property
+    def step_tokens(self) -> int:
+        """The most tokens that the answers of a step have, if they are single ones."""
+        answers = self.trainer.batch_size * self.sampling.group_size
+        return answers * self.sampling.max_new_tokens
+
     def with_memory_use(
         self, checkpointing: bool | str, reshards: bool, pass_tokens: int
     ) -> "Config":

@@ -52,6 +52,8 @@ class Teacher(GeneratingClient):
         rows = [[*map(int, prompt_ids), *tokens.tolist()] for tokens in completions]
         async with self._slots:
             scored = await self._ask(rows, len(prompt_ids))
+        # A server that does not tell its load was busy with this call, and the others waited.
+        self.engines.progress += 1
         found: list[Float32] = []
         for tokens, pairs in zip(completions, scored, strict=True):
             of_tokens = pairs[-len(tokens) :]

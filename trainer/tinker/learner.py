@@ -25,7 +25,7 @@ from torch.nn.functional import linear
 from common.errors import Conflict, InvalidInput, NotFound, ServiceError
 from common.settings.checks import without_adapters
 from common.settings.config import Config
-from learning.batching import Indices, Sizes
+from learning.batching import Sizes, split
 from learning.fitting import fitted
 from learning.layout import moved
 from learning.loading import AddedModules
@@ -388,21 +388,18 @@ class RunLearner:
         known = self._runs[run]
         checked, _ = checked_loss(loss, settings)
         gradient = torch.zeros_like(known.weights) if backward else None
+        loss_sum = torch.zeros(1, dtype=torch.float64, device=self._ranks.device)
         with self._in_place(known, gradient), torch.set_grad_enabled(backward):
-            own = self._passes(data, checked, settings)
+            own = self._passes(data, checked, settings, loss_sum)
         # A pass without gradients keeps the weights of the base gathered.
         reshard(self.scorer)
 
-        # By torch: numpy warns of infinite losses, which are refused below.
-        total = torch.zeros(1, dtype=torch.float64)
-        for _, losses in own.values():
-            total += torch.from_numpy(losses).sum(dtype=torch.float64)
-        summed = self._ranks.sum_shares(total)
-        finite = bool(summed.isfinite())
+        self._ranks.sum_shares(loss_sum)
+        finite = bool(loss_sum.isfinite())
         if gradient is not None:
             self._ranks.sum(gradient)
             finite = finite and bool(gradient.isfinite().all())
-        found: dict[int, tuple[Array, Array]] = {}
+        found: dict[int, Array] = {}
         for part in self._ranks.collect(own):
             found |= part
         if not finite:
@@ -412,16 +409,18 @@ class RunLearner:
             known.gradient += gradient
         elif gradient is not None:
             known.gradient = gradient
-        arrays: list[dict[str, Array]] = []
-        for _, (logprobs, losses) in sorted(found.items()):
-            arrays.append({"logprobs": logprobs, "elementwise_loss": losses})
-        return Outputs(arrays, {"loss:sum": float(summed)})
+        arrays = [{"logprobs": found[number]} for number in sorted(found)]
+        return Outputs(arrays, {"loss:sum": float(loss_sum)})
 
     def _passes(
-        self, data: Sequence[Datum], loss: Loss, settings: Mapping[str, float]
-    ) -> dict[int, tuple[Array, Array]]:
-        """Computes this rank's data, with their gradients if these are enabled; returns the
-        log-probabilities and losses of each of them, in the shape of its targets.
+        self,
+        data: Sequence[Datum],
+        loss: Loss,
+        settings: Mapping[str, float],
+        loss_sum: Tensor,
+    ) -> dict[int, Array]:
+        """Computes this rank's data, with their gradients if these are enabled, and adds their loss
+        to `loss_sum` [1]; returns the log-probabilities of each, in the shape of its targets.
         """
         lengths = np.array([len(datum.tokens) for datum in data])
         sizes = Sizes(
@@ -430,7 +429,7 @@ class RunLearner:
             groups=np.arange(len(data)),
             shared=self.scorer.layout.shared,
         )
-        found: dict[int, tuple[Array, Array]] = {}
+        found: dict[int, Array] = {}
         passes = micro_batch_passes(
             self.scorer,
             self._ranks,
@@ -446,8 +445,14 @@ class RunLearner:
             if torch.is_grad_enabled():
                 # A pass that only keeps the ranks in step adds nothing.
                 (losses.sum() * are_own).backward()
-            if are_own:
-                found |= _by_datum(own, indices, logprobs, losses)
+            if not are_own:
+                continue
+            loss_sum += losses.detach().sum(dtype=torch.float64)
+            shapes = [datum.inputs[TARGETS].shape for datum in own]
+            numbers = logprobs.detach().float().cpu().numpy()
+            rows = split(numbers, [math.prod(shape) for shape in shapes])
+            for index, row, shape in zip(indices.tolist(), rows, shapes, strict=True):
+                found[index] = row.reshape(shape)
         return found
 
     def _logprobs(self, data: Sequence[Datum]) -> Tensor:
@@ -561,37 +566,18 @@ def _places(model: Any, config: Config) -> list[_Place]:
     return found
 
 
-def _by_datum(
-    data: Sequence[Datum], indices: Indices, logprobs: Tensor, losses: Tensor
-) -> dict[int, tuple[Array, Array]]:
-    """Returns the numbers [C] of each datum, in the shape of its targets, by the index in
-    `indices`.
+def _not_finite(found: Mapping[int, Array]) -> InvalidInput:
+    """Returns the error for a loss or a gradient that is not finite, given the log-probabilities;
+    nothing was added.
     """
-    both = torch.stack([logprobs.detach(), losses.detach()]).float().cpu().numpy()
-    found: dict[int, tuple[Array, Array]] = {}
-    start = 0
-    for index, datum in zip(indices.tolist(), data, strict=True):
-        shape = datum.inputs[TARGETS].shape
-        end = start + math.prod(shape)
-        own = both[:, start:end]
-        found[index] = (own[0].reshape(shape), own[1].reshape(shape))
-        start = end
-    return found
-
-
-def _not_finite(found: Mapping[int, tuple[Array, Array]]) -> InvalidInput:
-    """Returns the error for a loss or a gradient that is not finite; nothing was added."""
-    bad = [
-        number
-        for number, columns in sorted(found.items())
-        if not all(np.isfinite(column).all() for column in columns)
-    ]
+    bad = [number for number in sorted(found) if not np.isfinite(found[number]).all()]
     return InvalidInput(
         "the loss or its gradient is not finite: nothing was added to the gradient of the run",
         field=f"data[{bad[0]}]" if bad else "data",
-        value=len(found),
-        remedy="compare the log-probabilities of this datum with those of the sampler; if all are "
-        "NaN, load an earlier checkpoint and lower the learning rate",
+        value="not finite",
+        remedy="load an earlier checkpoint and lower the learning rate"
+        if bad
+        else "look for log-probabilities of the sampler that are far below those of the run",
     )
 
 

@@ -5,6 +5,7 @@ In the equations p is the model that is trained, q the one that sampled, ρ = p 
 w the weight (1 unless it is given) and sg stops the gradient. C is the number of targets.
 """
 
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
@@ -12,7 +13,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from common.errors import InvalidInput, did_you_mean
@@ -23,22 +23,13 @@ TARGETS = "target_tokens"
 _LOW = "clip_low_threshold"
 _HIGH = "clip_high_threshold"
 _RATIO_MASK = "sequence_ratio_mask"
-_MOST_DATA = 65_536
+_INPUTS = "loss_fn_inputs."
 
 
-@dataclass(frozen=True)
-class Terms:
-    """What a loss reads for C targets."""
-
-    given: Mapping[str, Tensor]
-    """[C] each: the inputs of the data, and the settings of the loss."""
-    datum_of_target: Tensor
-    """[C] index of the datum that a target belongs to."""
-    data: int
-    """Number of data."""
-
-    def __getitem__(self, name: str) -> Tensor:
-        return self.given[name]
+DATUM = "datum"
+Terms = Mapping[str, Tensor]
+"""[C] each: the inputs of the data and the settings of the loss by name, and as `DATUM` the index
+of the datum that each target belongs to."""
 
 
 @dataclass(frozen=True)
@@ -84,10 +75,11 @@ def gspo(logprobs: Tensor, terms: Terms) -> Tensor:
     """
     own = logprobs.detach()
     marked = (terms[_RATIO_MASK] != 0).float()
-    zeros = own.new_zeros(terms.data)
-    sums = zeros.index_add(0, terms.datum_of_target, (own - terms["logprobs"]) * marked)
-    counts = zeros.index_add(0, terms.datum_of_target, marked)
-    mean = (sums / counts)[terms.datum_of_target]
+    datum = terms[DATUM]
+    zeros = own.new_zeros(len(own))  # at least one for each datum
+    sums = zeros.index_add(0, datum, (own - terms["logprobs"]) * marked)
+    counts = zeros.index_add(0, datum, marked)
+    mean = (sums / counts)[datum]
     return _clipped(torch.exp(mean + logprobs - own), terms)
 
 
@@ -176,17 +168,11 @@ def check_data(data: Sequence[Datum], loss: Loss, *, vocabulary: int, longest: i
         vocabulary: number of tokens of the model.
         longest: number of tokens that the model can read; None for any.
     """
-    if not 0 < len(data) <= _MOST_DATA:
-        raise InvalidInput(
-            f"a request has 1 to {_MOST_DATA} data",
-            field="data",
-            value=len(data),
-            remedy="split it, or leave it out",
-        )
+    if not data:
+        raise InvalidInput("there are none", field="data", value=[], remedy="send at least one")
     for number, datum in enumerate(data):
         problems = chain(
-            _token_problems(datum, vocabulary, longest),
-            _target_problems(datum, loss, vocabulary),
+            _sequence_problems(datum, loss, vocabulary, longest or sys.maxsize),
             _input_problems(datum, loss),
         )
         for name, value, problem, remedy in problems:
@@ -197,70 +183,52 @@ _Problems = Iterator[tuple[str, Any, str, str]]
 """What is wrong with a datum: field, value, problem and remedy."""
 
 
-def _token_problems(datum: Datum, vocabulary: int, longest: int | None) -> _Problems:
+def _sequence_problems(datum: Datum, loss: Loss, vocabulary: int, longest: int) -> _Problems:
     tokens = np.asarray(datum.tokens)
-    if not len(tokens):
-        yield "model_input", [], "it has no tokens", "give at least one token"
-    elif longest is not None and len(tokens) > longest:
-        problem = f"the model reads at most {longest} tokens"
-        yield "model_input", len(tokens), problem, "cut the sequence"
-    yield from _outside("model_input", tokens, vocabulary)
+    if not 0 < len(tokens) <= longest:
+        problem = f"a sequence has 1 to {longest} tokens"
+        yield "model_input", len(tokens), problem, "cut it, or leave it out"
+    for name in (TARGETS, *loss.needs):
+        if name not in datum.inputs:
+            yield _INPUTS + name, sorted(datum.inputs), "it is missing", "add it"
 
-
-def _target_problems(datum: Datum, loss: Loss, vocabulary: int) -> _Problems:
-    where = f"loss_fn_inputs.{TARGETS}"
-    targets = datum.inputs.get(TARGETS)
-    if targets is None:
-        yield where, sorted(datum.inputs), "it is missing", "give the token after each token"
-        return
-    if targets.dtype.kind not in "iu":
-        yield where, targets.dtype, "tokens are integers", "send int64"
-    count = len(datum.tokens)
-    may_be_several = not loss.needs
-    fits = targets.ndim == 1 or (targets.ndim == 2 and may_be_several)
-    if not (fits and len(targets) == count and targets.size):
-        expected = f"[{count}] or [{count}, K]" if may_be_several else f"[{count}]"
-        problem = f"its shape must be {expected}, as model_input has {count} tokens"
-        yield where, list(targets.shape), problem, "give the token after each token"
-    yield from _outside(where, targets, vocabulary)
+    targets = datum.inputs[TARGETS]
+    for where, ids in (("model_input", tokens), (_INPUTS + TARGETS, targets)):
+        outside = ids[(ids < 0) | (ids >= vocabulary) | (ids % 1 != 0)]
+        if outside.size:
+            problem = f"tokens of the base model are 0 to {vocabulary - 1}"
+            yield where, outside[0], problem, "use the tokenizer of the base model"
+    # Losses with advantages are of one target.
+    dimensions = (1,) if loss.needs else (1, 2)
+    if len(targets) != len(tokens) or targets.ndim not in dimensions or not targets.size:
+        problem = f"there must be one target, or K, for each of the {len(tokens)} tokens"
+        yield _INPUTS + TARGETS, list(targets.shape), problem, "give the token after each token"
 
 
 def _input_problems(datum: Datum, loss: Loss) -> _Problems:
-    known = [*loss.needs, *loss.optional]
+    known = [TARGETS, *loss.needs, *loss.optional]
     shape = datum.inputs[TARGETS].shape
-    for name in loss.needs:
-        if name not in datum.inputs:
-            yield f"loss_fn_inputs.{name}", sorted(datum.inputs), "it is missing", "add it"
     for name, values in datum.inputs.items():
-        where = f"loss_fn_inputs.{name}"
-        if name == TARGETS:
-            continue
+        where = _INPUTS + name
         if name not in known:
-            yield where, name, "the loss does not read it", did_you_mean(name, [TARGETS, *known])
+            yield where, name, "the loss does not read it", did_you_mean(name, known)
         if values.shape != shape:
             problem = f"its shape must be {list(shape)}, as that of {TARGETS}"
             yield where, list(values.shape), problem, "give one number for each target"
         bad = values[~np.isfinite(values)]
         if bad.size:
             yield where, bad[0], "it must be finite", "look for the step that computed it"
-    if _RATIO_MASK in loss.needs and not datum.inputs[_RATIO_MASK].any():
-        where = f"loss_fn_inputs.{_RATIO_MASK}"
-        yield where, 0, "it marks no token", "set it to 1 for the sampled tokens"
-
-
-def _outside(where: str, tokens: NDArray[Any], vocabulary: int) -> _Problems:
-    """Yields a problem for a token that is not in the vocabulary."""
-    outside = tokens[(tokens < 0) | (tokens >= vocabulary)]
-    if outside.size:
-        problem = f"tokens of the base model are 0 to {vocabulary - 1}"
-        yield where, int(outside[0]), problem, "use the tokenizer of the base model"
+        if name == _RATIO_MASK and not values.any():
+            yield where, 0, "it marks no token", "set it to 1 for the sampled tokens"
 
 
 def terms_of(
     data: Sequence[Datum], loss: Loss, settings: Mapping[str, float], device: torch.device
 ) -> Terms:
     """Returns what the loss reads of these data, which are checked, on `device`."""
-    given: dict[str, Tensor] = {}
+    counts = [datum.inputs[TARGETS].size for datum in data]
+    owners = torch.from_numpy(np.repeat(np.arange(len(data)), counts))
+    given = {DATUM: moved(owners, device)}
     for name, default in {**dict.fromkeys(loss.needs, 0.0), **loss.optional, **settings}.items():
         columns = [
             np.asarray(datum.inputs[name], np.float32).reshape(-1)
@@ -269,6 +237,4 @@ def terms_of(
             for datum in data
         ]
         given[name] = moved(torch.from_numpy(np.concatenate(columns)), device)
-    counts = [datum.inputs[TARGETS].size for datum in data]
-    owners = torch.from_numpy(np.repeat(np.arange(len(data)), counts))
-    return Terms(given, moved(owners, device), len(data))
+    return given

@@ -1,5 +1,6 @@
 """Composes the server: the learner on every rank, and on rank 0 engines, store and HTTP."""
 
+import json
 import logging
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -10,6 +11,7 @@ from fastapi import FastAPI
 from transformers import AutoModelForCausalLM
 
 from common.clients.rollout import BASE_VERSION, RolloutClient
+from common.errors import ConfigError
 from common.process.metrics import Metrics
 from common.process.security import is_loopback
 from common.process.topology import ROLLOUT, TINKER, Topology
@@ -39,6 +41,9 @@ _IN_PROCESS = "http://in-process"
 def run(config: Config, topology: Topology, clients: Clients) -> None:
     """Serves on rank 0, and computes what it says on the others, until the end."""
     with started(config, topology, TINKER) as (ranks, lock):
+        assert config.trainer.run_dir is not None, "`load` sets it"
+        if lock is not None:
+            _check_identity(config, config.trainer.run_dir)
         learner = RunLearner(config, ranks)
         if lock is None:
             learner.follow()
@@ -52,6 +57,29 @@ def run(config: Config, topology: Topology, clients: Clients) -> None:
             serve(app, host, port, f"model={config.model.name} dir={config.trainer.run_dir}")
         finally:
             learner.close()
+
+
+def _check_identity(config: Config, directory: Path) -> None:
+    """Raises ConfigError when the directory is of a server with another base model or scale, in
+    which no run would come back as it was.
+    """
+    file = directory / "identity.json"
+    own = {
+        "model.name": str(config.model.name),
+        "model.dtype": config.model.dtype,
+        "lora.alpha": config.lora.alpha,
+    }
+    if not file.exists():
+        file.write_text(json.dumps(own), encoding="utf-8")
+        return
+    for name, value in json.loads(file.read_text(encoding="utf-8")).items():
+        if own[name] != value:
+            raise ConfigError(
+                f"the runs in {directory} were made with another {name}",
+                field=name,
+                value=own[name],
+                remedy=f"set it to {value}, or name another directory",
+            )
 
 
 def _tokenizer(config: Config) -> str:

@@ -95,6 +95,25 @@ def test_a_run_comes_back_with_its_optimiser_and_gradient(
     assert "optimizer.safetensors" not in files
 
 
+@pytest.mark.parametrize("cut", [{"trainer__packing": "off"}, {"trainer__micro_batch_tokens": 15}])
+def test_the_numbers_do_not_depend_on_the_passes(
+    cut: dict[str, Any], runs: RunLearner, run: str, policy_dir: Path, tmp_path: Path
+) -> None:
+    other = learner(policy_dir, **cut)
+    other.load(run, _saved(runs, run, tmp_path / "run"), optimizer=True)
+    for data in (DATA, only(random_data(several=2), "weights")):
+        expected = runs.forward_backward(run, data, "cross_entropy", {})
+        found = other.forward_backward(run, data, "cross_entropy", {})
+        for one, two in zip(expected.arrays, found.arrays, strict=True):
+            np.testing.assert_allclose(one["logprobs"], two["logprobs"], atol=1e-5)
+    other.optim_step(run, ADAM)
+    norm = runs.optim_step(run, ADAM)
+    assert other.forward(run, DATA, "cross_entropy", {}).metrics == pytest.approx(
+        runs.forward(run, DATA, "cross_entropy", {}).metrics, rel=1e-4
+    )
+    assert norm["grad_norm:mean"] > 0
+
+
 def test_gradients_add_up_until_a_step(runs: RunLearner, run: str, tmp_path: Path) -> None:
     once = load_file(_saved(runs, run, tmp_path / "once") / "optimizer.safetensors")
     runs.forward(run, DATA, "cross_entropy", {})
@@ -260,7 +279,7 @@ BAD: dict[str, tuple[str, Callable[[RunLearner, str], Any]]] = {
         ),
     ),
     "infinite loss": (
-        "data[1]",
+        "data",
         lambda runs, run: runs.forward_backward(
             run,
             [PPO, changed(PPO, logprobs=np.full(3, -300, np.float32))],

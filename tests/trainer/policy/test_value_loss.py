@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from services.critic.critic import value_loss
+from trainer.policy.critic import value_loss
 
 VALUES = torch.tensor([1.0, 0.5, 0.5, -0.4, 2.0])
 OLD = torch.tensor([1.1, 0.0, 0.0, 0.0, 2.0])

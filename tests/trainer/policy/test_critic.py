@@ -1,28 +1,44 @@
 """The critic's computations, which do not depend on how the batch is split or on a save in
 between."""
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification
 from transformers.models.auto.modeling_auto import MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES
 
-from common.errors import ConfigError, InvalidInput
-from common.settings.config import Config
-from common.wire.schemas import TokenSequence, ValueTargets
+from common.errors import ConfigError
+from common.settings.config import Config, load
 from learning.batching import Indices, Sizes
 from learning.optimizer import NonFiniteGradients
 from learning.ranks import Ranks
-from services.critic.critic import Critic, Rows
-from tests.support.batches.critic import VOCABULARY, make_rows, make_sequences
+from tests.support.batches.critic import VOCABULARY, batch_of, make_batch
 from tests.support.models.tiny_models import write
 from tests.support.processes.ranks import run_ranks
+from trainer.algorithms.batch import Batch
+from trainer.policy.critic import Critic, value_function
 
 pytestmark = pytest.mark.integration
+
+
+@pytest.fixture
+def settings(policy_dir: Path) -> list[str]:
+    """Returns the settings of a small critic as command-line arguments."""
+    words = ["--model.name", str(policy_dir), "--algorithm.name", "ppo"]
+    return [*words, "--critic.learning_rate", "1e-3"]
+
+
+@pytest.fixture
+def config(settings: list[str]) -> Config:
+    return load(settings, {})
+
+
+def save(critic: Critic, directory: Path) -> None:
+    critic.snapshots(alone=True)["critic"].write(directory)
 
 
 def parameters(critic: Critic) -> dict[str, torch.Tensor]:
@@ -35,7 +51,7 @@ def parameters(critic: Critic) -> dict[str, torch.Tensor]:
 def trained(config: Config, batches: int = 1) -> Critic:
     critic = Critic(config, Ranks())
     for batch in range(batches):
-        critic.update(make_rows(9, seed=batch), seed=batch)
+        critic.update(make_batch(9, seed=batch), seed=batch)
     return critic
 
 
@@ -48,20 +64,18 @@ def assert_same(
 
 
 def test_the_first_values_are_exactly_zero(config: Config) -> None:
-    sequences = make_sequences(7)
-    values = Critic(config, Ranks()).values(sequences)
-    assert [value.shape for value in values] == [
-        sequence.completion_ids.shape for sequence in sequences
-    ]
+    batch = make_batch(7)
+    values = Critic(config, Ranks()).values(batch)
+    assert [len(value) for value in values] == [row.completion_tokens for row in batch.rows]
     assert all(value.dtype == np.float32 and not value.any() for value in values)
 
 
 def test_values_are_those_of_the_state_before_each_token_row_by_row(config: Config) -> None:
     """Compares padded, split and selected rows with a plain forward pass of each row alone."""
     critic = trained(config)
-    sequences = make_sequences(7)
+    batch = make_batch(7)
     config.trainer.micro_batch_tokens = 40
-    for sequence, values in zip(sequences, critic.values(sequences), strict=True):
+    for sequence, values in zip(batch.tokens.values(), critic.values(batch), strict=True):
         ids = torch.tensor(np.concatenate([sequence.prompt_ids, sequence.completion_ids]))[
             None
         ].long()
@@ -71,12 +85,12 @@ def test_values_are_those_of_the_state_before_each_token_row_by_row(config: Conf
             ]
         np.testing.assert_allclose(values, expected.numpy(), atol=1e-6)
         assert values.any()
-    assert critic.values([]) == []
+    assert critic.values(make_batch(0)) == []
 
 
 def test_an_update_learns_the_returns_of_a_batch(config: Config) -> None:
     config.critic.value_clip = None
-    critic, rows = Critic(config, Ranks()), make_rows(9)
+    critic, rows = Critic(config, Ranks()), make_batch(9)
     first = critic.update(rows, seed=0)
     for step in range(1, 60):
         last = critic.update(rows, seed=step)
@@ -88,12 +102,13 @@ def test_an_update_learns_the_returns_of_a_batch(config: Config) -> None:
 
 def test_metrics_hand_computed(config: Config) -> None:
     config.algorithm.update_epochs = config.algorithm.mini_batches = 1
-    rows = make_rows(5)
-    metrics = Critic(config, Ranks()).update(rows, seed=0)
-    old, returns = (
-        np.concatenate([getattr(row, name) for row in rows]) for name in ("old_values", "returns")
-    )
-    weights = np.concatenate([np.full(len(row.returns), row.weight) for row in rows])
+    batch = make_batch(5)
+    assert batch.values is not None
+    assert batch.returns is not None
+    metrics = Critic(config, Ranks()).update(batch, seed=0)
+    old = np.concatenate(batch.values)
+    returns = np.concatenate(batch.returns)
+    weights = np.concatenate([np.full(row.completion_tokens, row.weight) for row in batch.rows])
     bounded = old + np.clip(-old, -0.2, 0.2)  # the values of a new critic are 0
     losses = 0.5 * np.maximum(returns**2, (bounded - returns) ** 2)
     assert metrics.value_loss == pytest.approx((losses * weights).mean(), rel=1e-5)
@@ -108,24 +123,23 @@ def test_metrics_hand_computed(config: Config) -> None:
     )
     assert metrics.grad_norm
     assert metrics.skipped == 0
-    for row in rows:
-        row.returns = np.ones_like(row.returns)
-    assert Critic(config, Ranks()).update(rows, seed=0).explained_variance == 0
+    batch.returns = [np.ones_like(row) for row in batch.returns]
+    assert Critic(config, Ranks()).update(batch, seed=0).explained_variance == 0
 
 
 class Recorded(Critic):
     """A critic that keeps the rows of each of its mini-batches."""
 
-    def _accumulate(self, rows: Rows[ValueTargets], sizes: Sizes, indices: Indices) -> torch.Tensor:
+    def _accumulate(self, batch: Batch, sizes: Sizes, indices: Indices) -> torch.Tensor:
         self.parts = [*getattr(self, "parts", []), indices.tolist()]
-        return super()._accumulate(rows, sizes, indices)
+        return super()._accumulate(batch, sizes, indices)
 
 
 def test_every_pass_has_each_row_once_in_an_order_of_its_own(config: Config) -> None:
     config.algorithm.update_epochs, config.algorithm.mini_batches = 3, 4
     critic = Recorded(config, Ranks())
     for seed in (0, 100):
-        critic.update(make_rows(9), seed=seed)
+        critic.update(make_batch(9), seed=seed)
     passes = [[row for part in critic.parts[i : i + 4] for row in part] for i in range(0, 24, 4)]
     assert [sorted(order) for order in passes] == [list(range(9))] * 6
     assert len(set(map(tuple, passes))) == 6, "the same shuffle in two passes"
@@ -161,7 +175,7 @@ def test_two_processes_give_the_update_of_one(
     alone = [not np.isnan(values).any() for values in shared]
     assert alone == [together, together], "a rank has the values of its own rows"
     np.testing.assert_allclose(
-        np.nanmean(shared, axis=0), np.concatenate(one.values(make_sequences(7))), atol=2e-5
+        np.nanmean(shared, axis=0), np.concatenate(one.values(make_batch(7))), atol=2e-5
     )
 
 
@@ -179,14 +193,14 @@ def test_two_processes_that_own_the_experts_together(
 
 def test_saved_critic_continues_exactly(config: Config, tmp_path: Path) -> None:
     critic = trained(config, batches=2)
-    critic.save(tmp_path)
+    save(critic, tmp_path)
     again = Critic(config, Ranks(), tmp_path)
     assert again.step == 2
     for value, expected in zip(
-        again.values(make_sequences(4)), critic.values(make_sequences(4)), strict=True
+        again.values(make_batch(4)), critic.values(make_batch(4)), strict=True
     ):
         assert np.array_equal(value, expected)
-    rows = make_rows(9, seed=5)
+    rows = make_batch(9, seed=5)
     assert_same(parameters(again), parameters(critic), 0)
     first, second = (asdict(each.update(rows, seed=5)) for each in (critic, again))
     assert first == pytest.approx(second, rel=1e-5)  # rounding of sums depends on memory layout
@@ -194,7 +208,7 @@ def test_saved_critic_continues_exactly(config: Config, tmp_path: Path) -> None:
 
 
 def test_damaged_or_missing_checkpoint_is_named(config: Config, tmp_path: Path) -> None:
-    trained(config).save(tmp_path / "saved")
+    save(trained(config), tmp_path / "saved")
     (tmp_path / "saved" / "critic_state.json").write_bytes(b"x" * 100)
     for directory in (tmp_path / "saved", tmp_path / "none"):
         with pytest.raises(ConfigError) as error:
@@ -247,7 +261,7 @@ def test_a_models_own_dropout_plays_no_role(
     assert critic.model.module.config.attention_dropout == 0.5
     assert_same(parameters(critic), parameters(without), 2e-5)
     for value, expected in zip(
-        critic.values(make_sequences(4)), without.values(make_sequences(4)), strict=True
+        critic.values(make_batch(4)), without.values(make_batch(4)), strict=True
     ):
         np.testing.assert_allclose(value, expected, atol=2e-5)
         assert value.any()
@@ -271,7 +285,7 @@ def test_a_decoder_without_a_token_classifier_can_be_a_critic(
     language = AutoModelForCausalLM.from_config(shape)
     language.save_pretrained(tmp_path / "language")
     config.critic.model = str(tmp_path / "language")
-    critic, rows = Critic(config, Ranks()), make_rows(4)
+    critic, rows = Critic(config, Ranks()), make_batch(4)
     body = dict(language.named_parameters())
     own = {
         name
@@ -279,29 +293,38 @@ def test_a_decoder_without_a_token_classifier_can_be_a_critic(
         if not (name in body and torch.equal(value, body[name]))
     }
     assert own == {"score.weight", "score.bias"}
-    assert not np.concatenate(critic.values(make_sequences(3))).any()
+    assert not np.concatenate(critic.values(make_batch(3))).any()
     critic.update(rows, seed=0)
-    critic.save(tmp_path / "saved")
+    save(critic, tmp_path / "saved")
     again = Critic(config, Ranks(), tmp_path / "saved")
     assert_same(parameters(again), parameters(critic), 0)
-    assert np.concatenate(again.values(make_sequences(3))).any()
+    assert np.concatenate(again.values(make_batch(3))).any()
 
 
-@pytest.mark.parametrize("ids", [[VOCABULARY], [5, -1], [2**31 - 1]])
-def test_tokens_outside_the_vocabulary_are_refused(config: Config, ids: list[int]) -> None:
-    critic, sequences = Critic(config, Ranks()), make_sequences(2)
-    sequences[1].prompt_ids = np.array(ids, np.int32)
-    with pytest.raises(InvalidInput, match="tokens 0 to 299") as error:
-        critic.values(sequences)
-    assert (error.value.field, error.value.value) == ("sequences[1]", str(ids[-1]))
-    rows = make_rows(2)
-    rows[0].completion_ids[0] = ids[-1]
-    with pytest.raises(InvalidInput, match="tokens 0 to 299") as error:
-        critic.update(rows, seed=0)
-    assert error.value.field == "rows[0]"
-    with pytest.raises(InvalidInput, match="at most 512 tokens"):
-        critic.values([TokenSequence(np.ones(500, np.int32), np.ones(13, np.int32))])
-    assert critic.step == 0
+def test_tokens_outside_the_vocabulary_and_long_rows_are_refused(config: Config) -> None:
+    critic = Critic(config, Ranks())
+    ids = np.array([5, 6], np.int32)
+    for row, told in (
+        ((np.array([VOCABULARY], np.int32), ids), "tokens 0 to 299"),
+        ((ids, np.array([5, 2**31 - 1], np.int32)), "tokens 0 to 299"),
+        ((np.ones(500, np.int32), np.ones(13, np.int32)), "at most 512 tokens"),
+    ):
+        with pytest.raises(ConfigError, match=told) as error:
+            critic.values(batch_of([(ids, ids), row]))
+        assert error.value.field == "critic.model"
+
+
+def test_a_checkpoint_of_a_run_without_a_critic_is_refused(config: Config, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="holds no critic") as error:
+        value_function(config, Ranks(), tmp_path)
+    assert error.value.field == "algorithm.advantage"
+
+
+def test_the_checkpoint_is_a_hugging_face_model(config: Config, tmp_path: Path) -> None:
+    critic = trained(config)
+    save(critic, tmp_path)
+    model = AutoModelForTokenClassification.from_pretrained(tmp_path)
+    assert torch.equal(model.score.weight, critic.model.module.score.weight)
 
 
 def test_gradients_that_are_not_finite_are_skipped_and_several_stop_the_run(
@@ -309,8 +332,8 @@ def test_gradients_that_are_not_finite_are_skipped_and_several_stop_the_run(
 ) -> None:
     config.algorithm.update_epochs = config.algorithm.mini_batches = 1
     monkeypatch.setattr("learning.optimizer.MAX_SKIPPED_UPDATES", 1)
-    critic, good, bad = Critic(config, Ranks()), make_rows(4), make_rows(4)
-    bad[0].weight = float("inf")
+    critic, good, bad = Critic(config, Ranks()), make_batch(4), make_batch(4)
+    bad.rows[0] = replace(bad.rows[0], weight=float("inf"))
     before = parameters(critic)
     metrics = critic.update(bad, seed=0)
     assert (metrics.skipped, metrics.grad_norm, metrics.value_loss, metrics.clip_fraction) == (
@@ -328,12 +351,20 @@ def test_gradients_that_are_not_finite_are_skipped_and_several_stop_the_run(
 
 def test_a_skipped_mini_batch_is_not_in_the_metrics(config: Config) -> None:
     config.algorithm.update_epochs, config.algorithm.mini_batches = 1, 2
-    rows = make_rows(2)
-    rows[0].weight = float("inf")
-    metrics = Critic(config, Ranks()).update(rows, seed=0)
+    batch = make_batch(2)
+    good = batch_of([(row.prompt_ids, row.completion_ids) for row in batch.tokens.values()][1:])
+    assert batch.values is not None
+    assert batch.returns is not None
+    good.values = batch.values[1:]
+    good.returns = batch.returns[1:]
+    batch.rows = [
+        replace(batch.rows[0], weight=float("inf")),
+        replace(batch.rows[1], weight=1.0),
+    ]
+    metrics = Critic(config, Ranks()).update(batch, seed=0)
     assert metrics.skipped == 1
     config.algorithm.mini_batches = 1
-    alone = Critic(config, Ranks()).update(rows[1:], seed=0)
+    alone = Critic(config, Ranks()).update(good, seed=0)
     assert (metrics.grad_norm, metrics.value_loss) == pytest.approx(
         (alone.grad_norm, alone.value_loss), rel=1e-4
     )

@@ -1,4 +1,4 @@
-"""Serves a verifiers environment: `python verifiers_server.py ID-or-FILE.toml PORT`, started by the
+"""Serves a verifiers environment: `python server.py ID-or-FILE.toml PORT`, started by the
 environment-server.
 
     environment-server ── POST /run: a task and its session ──► PlayedEpisodes.run ──► verifiers

@@ -1,34 +1,26 @@
-"""OpenEnv's protocol, spoken by test servers: an absent, full, lost or wrong server never gives a
-reward."""
+"""OpenEnv's protocol, spoken by test servers with `examples/openenv/server.py`: an absent, full, lost or
+wrong server never gives a reward."""
 
 import asyncio
 import json
 import sys
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 from aiohttp import WSMsgType, web
 
-from common.errors import ConfigError
-from common.settings.sections import EnvironmentSection, RuntimeSection
 from common.wire.schemas import Episode
-from services.environment.openenv import _action
-from services.environment.runners import load_runner
 from services.http.app import listen
 from tests.support.environments.environments import request_for, served
+from tests.support.paths import ROOT
+
+pytestmark = pytest.mark.integration
+SERVER = f"{sys.executable} {ROOT / 'examples' / 'openenv' / 'server.py'}"
 
 TEXT = {
     "properties": {"message": {"type": "string"}, "metadata": {"type": "object"}},
     "required": ["message"],
 }
-
-
-class Late(NamedTuple):
-    """An answer that comes once it is released."""
-
-    answer: Any
-    release: asyncio.Event
 
 
 class Server:
@@ -40,6 +32,7 @@ class Server:
         self.open = 0
         self.schema = dict(TEXT)
         self.full = 0
+        self.tools: list[Any] = []
 
     async def ws(self, request: web.Request) -> web.WebSocketResponse:
         socket = web.WebSocketResponse()
@@ -67,9 +60,8 @@ class Server:
         if kind == "close":
             return False
         if kind == "mcp":
-            await socket.send_json(
-                {"type": "mcp", "data": {"jsonrpc": "2.0", "id": 1, "result": {"tools": []}}}
-            )
+            listed = {"jsonrpc": "2.0", "id": 1, "result": {"tools": self.tools}}
+            await socket.send_json({"type": "mcp", "data": listed})
             return True
         self.told.append(message)
         usual = {
@@ -79,9 +71,6 @@ class Server:
         found = self.answers.get(kind, usual)
         if isinstance(found, list):
             found = found.pop(0)
-        if isinstance(found, Late):
-            await found.release.wait()
-            found = found.answer
         if found == "end":
             return False
         if found == "hang":
@@ -95,18 +84,9 @@ class Server:
 
 
 async def play(
-    server: Server,
-    episodes: tuple[str, ...] = ("3",),
-    step_rewards: str = "sum",
-    on_call: Callable[[str], None] = lambda _: None,
-    **limits: Any,
+    server: Server, episodes: tuple[str, ...] = ("3",), joined: str = "sum", **limits: Any
 ) -> Episode:
     """Plays an episode for each of the model's answers; returns the last."""
-
-    def reply(prompt: str) -> str:
-        on_call(prompt)
-        return answers[0]
-
     answers = list(episodes)
     app = web.Application()
     app.add_routes(
@@ -120,13 +100,13 @@ async def play(
     await runner.setup()
     sock = listen("127.0.0.1", 0)
     await web.SockSite(runner, sock).start()
-    name = f"openenv:http://127.0.0.1:{sock.getsockname()[1]}/"
+    name = f"agent:{SERVER} http://127.0.0.1:{sock.getsockname()[1]}/ {{port}} {joined}"
     try:
-        async with served(name, reply, step_rewards=step_rewards) as here:
+        async with served(name, lambda _: answers[0]) as here:
             for number in range(len(episodes)):
                 request = request_for(name, **limits)
                 request.request_id = f"r{number}"
-                answers = list(episodes[number:])
+                answers[:] = episodes[number:]
                 (episode,) = await here.client.episodes(request)
             while server.open:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
@@ -154,9 +134,9 @@ async def test_steps_without_a_reward_leave_the_answer_to_the_reward_functions()
     assert (episode.status, episode.reward, episode.answer) == ("ok", None, "3")
 
 
-@pytest.mark.parametrize(("step_rewards", "reward"), [("sum", 1.0), ("last", 0.25), ("max", 1.0)])
-async def test_the_rewards_of_steps_are_joined_as_the_setting_says(
-    step_rewards: str, reward: float
+@pytest.mark.parametrize(("joined", "reward"), [("sum", 1.0), ("last", 0.25), ("max", 1.0)])
+async def test_the_rewards_of_steps_are_joined_as_the_argument_says(
+    joined: str, reward: float
 ) -> None:
     steps = [
         observed(observation={}, reward=-0.25, done=False),
@@ -164,46 +144,8 @@ async def test_the_rewards_of_steps_are_joined_as_the_setting_says(
         observed(observation={}, reward=0.25, done=False),
         observed(observation={}, reward=None, done=True),
     ]
-    episode = await play(Server(step=steps), step_rewards=step_rewards)
+    episode = await play(Server(step=steps), joined=joined)
     assert (episode.status, episode.metrics["turns"], episode.reward) == ("ok", 4, reward)
-
-
-@pytest.mark.parametrize("ends", [False, True])
-async def test_a_step_that_takes_too_long_is_told_to_the_model_and_its_reward_counts(
-    ends: bool,
-) -> None:
-    """Its answer comes late, before the next step's, and may be the end."""
-    release = asyncio.Event()
-    steps = [
-        Late(observed(observation={"text": "late"}, reward=0.5, done=ends), release),
-        observed(observation={"text": "and now"}, reward=0.25, done=True),
-    ]
-    told: list[str] = []
-
-    def called(prompt: str) -> None:
-        if "error: it took longer than 0.2 s" in prompt:
-            told.append(prompt)
-            release.set()
-
-    episode = await play(Server(step=steps), on_call=called, tool_timeout_s=0.2)
-    assert (episode.status, episode.stop_reason) == ("ok", "done")
-    assert (len(told), episode.metrics["turns"]) == (1, 2)
-    assert episode.reward == (0.5 if ends else 0.75)
-
-
-async def test_a_step_without_an_answer_has_no_reward() -> None:
-    server = Server(step="hang")
-    episode = await play(server, tool_timeout_s=0.05, deadline_s=1, turns=2)
-    assert [message["type"] for message in server.told] == ["reset", "step"]
-    assert (episode.status, episode.reward) == ("timeout", None)
-    assert "it took longer than 1 s" in episode.detail
-
-
-async def test_an_observation_of_ten_megabytes_is_a_limit() -> None:
-    episode = await play(
-        Server(step=observed(observation={"text": "x" * 10_000_000}, reward=0.25, done=False))
-    )
-    assert (episode.status, episode.stop_reason, episode.reward) == ("ok", "context", 0.25)
 
 
 async def test_an_action_that_the_schema_refuses_is_told_to_the_model() -> None:
@@ -220,18 +162,31 @@ async def test_an_answer_without_a_step_is_a_zero_where_steps_have_rewards() -> 
     assert (episode.status, episode.stop_reason, episode.reward) == ("ok", "sampled_tokens", 0.0)
 
 
-RESTRICTED: dict[str, dict[str, Any]] = {
-    "a choice": {"move": {"type": "string", "enum": ["left", "right"]}},
-    "two fields": {"move": {"type": "string"}, "speed": {"type": "integer", "default": 1}},
-}
+CALL = '<tool_call>\n{"name": "%s", "arguments": {"move": "left"}}\n</tool_call>'
 
 
-@pytest.mark.parametrize("kind", RESTRICTED)
-async def test_an_action_that_is_more_than_any_text_is_a_tool(kind: str) -> None:
-    name, tools = _action({"properties": RESTRICTED[kind], "required": ["move"]})
-    assert name == ""
-    parameters = tools["step"]["function"]["parameters"]
-    assert parameters["properties"] == RESTRICTED[kind]
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"move": {"type": "string", "enum": ["left", "right"]}},
+        {"move": {"type": "string"}, "speed": {"type": "integer", "default": 1}},
+    ],
+)
+async def test_an_action_that_is_more_than_any_text_is_a_tool(fields: dict[str, Any]) -> None:
+    server = Server()
+    server.schema = {"properties": fields, "required": ["move"]}
+    episode = await play(server, episodes=(CALL % "step",))
+    assert (episode.status, episode.reward, episode.metrics["tool_calls"]) == ("ok", 0.5, 1)
+    assert server.told[1]["data"] == {"move": "left"}
+
+
+async def test_mcp_tools_are_offered_and_called() -> None:
+    server = Server()
+    server.tools = [{"name": "go", "description": "Goes.", "input_schema": {"type": "object"}}]
+    episode = await play(server, episodes=(CALL % "go",))
+    assert (episode.status, episode.reward, episode.metrics["tool_calls"]) == ("ok", 0.5, 1)
+    asked = {"type": "call_tool", "tool_name": "go", "arguments": {"move": "left"}}
+    assert server.told[1]["data"] == asked
 
 
 FAULTS: dict[str, tuple[dict[str, Any], str, str]] = {
@@ -258,7 +213,7 @@ FAULTS: dict[str, tuple[dict[str, Any], str, str]] = {
     "NaN": (
         {"step": '{"type": "observation", "data": {"observation": {}, "reward": NaN}}'},
         "error",
-        "NaN",
+        "reward is nan",
     ),
     "hangs": ({"step": "hang"}, "timeout", "it took longer"),
 }
@@ -273,25 +228,15 @@ async def test_a_failure_has_a_reason_and_no_reward(fault: str) -> None:
 
 
 async def test_absent_server_gives_no_reward() -> None:
-    name = "openenv:http://127.0.0.1:1"
+    name = f"agent:{SERVER} http://127.0.0.1:1 {{port}}"
     async with served(name, lambda _: "3") as here:
-        (episode,) = await here.client.episodes(request_for(name))
+        (episode,) = await here.client.episodes(request_for(name, deadline_s=3))
         assert (episode.status, episode.reward) == ("died", None)
-        assert "does not answer" in episode.detail
 
 
-@pytest.mark.integration
 async def test_a_command_that_ends_says_why() -> None:
-    name = f"openenv:{sys.executable} -I -S -c 'import sys; sys.exit(\"no such app\")' {{port}}"
+    name = f"agent:{SERVER} \"{sys.executable} -I -S -c 'raise SystemExit(7)'\" {{port}}"
     async with served(name, lambda _: "3") as here:
         (episode,) = await here.client.episodes(request_for(name))
         assert (episode.status, episode.reward) == ("error", None)
-        assert "ended with status 1 before it answered: no such app" in episode.detail
-
-
-@pytest.mark.parametrize(
-    ("name", "reason"), [("openenv:sh -c true", "has no {port}"), ("openenv:nowhere", "no program")]
-)
-def test_a_command_that_cannot_be_a_server_is_refused(name: str, reason: str) -> None:
-    with pytest.raises(ConfigError, match=reason):
-        load_runner(EnvironmentSection.model_construct(name=name, workers=1), "", RuntimeSection())
+        assert "ended with status 7 before it answered" in episode.detail
