@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
-from services.http.one_thread import OneThread
 
 from common.errors import InvalidInput, NotFound, ServiceError
+from services.http.one_thread import OneThread
 from services.http.sqlite_store import TABLES, Damaged, SqliteStore, sealed, sum_of, unsealed
 from trainer.tinker.records import Checkpoint, Operation, Result, Run, Sampler, Session
 

@@ -16,9 +16,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from services.http.one_thread import OneThread
-
 from common.errors import Conflict, InvalidInput, NotFound, ServiceError
+from services.http.one_thread import OneThread
 from trainer.tinker import requests
 from trainer.tinker.interface import AdamParams, Learner, LoraSpec
 from trainer.tinker.messages import read_pass, write_outputs
