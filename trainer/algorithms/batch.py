@@ -294,7 +294,11 @@ class Batch:
     def mean_advantages(self) -> list[list[float]]:
         """Returns the mean |advantage| of every completion, by group. On rank 0."""
         assert self.advantages is not None
-        means = [float(np.abs(advantages).mean()) for advantages in self.advantages]
+        # All rows at once: numpy takes longer for a call than for the tokens of a row.
+        lengths = [len(advantages) for advantages in self.advantages]
+        row_of_token = np.repeat(np.arange(len(lengths)), lengths)
+        sums = np.bincount(row_of_token, np.abs(np.concatenate(self.advantages)), len(lengths))
+        means = (sums / lengths).tolist()
         return [means[part] for part in self.parts]
 
 
