@@ -42,7 +42,8 @@ def start(directory: Path, steps: int) -> psutil.Popen:
         "RLHF_CHECKPOINT__EVERY": 0,
         "SEED": 0,
     }
-    command = [sys.executable, "-m", "jobgroup.local", _JOBGROUP, "--log-dir", directory / "logs"]
+    logs = str(directory / "logs")
+    command = [sys.executable, "-m", "jobgroup.local", _JOBGROUP, "--log-dir", logs]
     for name, value in variables.items():
         command += ["--env", f"{name}={value}"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_WAIT_POLICY": "passive"}
