@@ -55,6 +55,11 @@ def sample_seed(seed: int, index: int) -> int:
     return (seed + index * _SEED_STRIDE) & 0xFFFFFFFFFFFFFFFF
 
 
+def single_seed(seed: int, index: int) -> int:
+    """Returns the same for a request to SGLang."""
+    return sample_seed(seed, index) & _SGLANG_SEEDS
+
+
 class SamplingOptions(TypedDict):
     """Sampling options for the completions of one prompt."""
 
@@ -178,7 +183,7 @@ class RolloutClient(GeneratingClient):
         try:
             async with asyncio.TaskGroup() as tasks:
                 for index in range(options["n"]):
-                    own_seed = sample_seed(seed, index) & _SGLANG_SEEDS
+                    own_seed = single_seed(seed, index)
                     alone: SamplingOptions = {**options, "n": 1, "sampling_seed": own_seed}
                     request = self._generate(input_ids, alone, lora_path, logprobs=logprobs)
                     started.append(tasks.create_task(request))

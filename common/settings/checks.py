@@ -94,7 +94,7 @@ _ADAPTED = {
     *("q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj", "out_proj"),
     *("gate_proj", "up_proj", "gate_up_proj", "down_proj"),
     *("q_a_proj", "kv_a_proj_with_mqa", "q_b_proj", "kv_b_proj"),
-    *("in_proj", "in_proj_qkvz"),
+    *("in_proj", "in_proj_qkvz", "lm_head"),
 }
 """Layers for which SGLang 0.5.21 has adapters (`sglang/srt/lora/utils.py`)."""
 _NAME = re.compile(r"\{([a-z_.]+)\}")
@@ -483,6 +483,11 @@ def _lora(config: Settings) -> Iterator[str]:
         yield f"lora.target_modules {problem}: name other layers, or set lora.publish merged"
 
 
+def without_adapters(layers: Iterable[str]) -> list[str]:
+    """Returns the names of layers for which SGLang has no adapters."""
+    return sorted(set(layers) - _ADAPTED)
+
+
 def unloadable_adapter(layers: Iterable[str]) -> str:
     """Returns why SGLang would not load an adapter of layers with these names; empty if it does."""
     named = set(layers)
@@ -493,7 +498,7 @@ def unloadable_adapter(layers: Iterable[str]) -> str:
                 f"has {', '.join(sorted(alone))} without {needed}, and SGLang, which fuses these "
                 "layers, would drop it"
             )
-    unknown = sorted(named - _ADAPTED)
+    unknown = without_adapters(named)
     return f"has {', '.join(unknown)}, for which SGLang has no adapters" if unknown else ""
 
 
