@@ -51,6 +51,7 @@ class TorchCpu(CpuSRTPlatform):  # type: ignore[misc]
 
         update_config.DEFAULT_MOE_PADDING_SIZE = 1
         common.ALLOC_MEMORY_FUNCS["cpu"] = common.alloc_with_pin_memory
+        _convolve_with_triton()
 
     def get_default_attention_backend(self) -> str:
         """Scaled dot-product attention of torch."""
@@ -76,6 +77,19 @@ class TorchCpu(CpuSRTPlatform):  # type: ignore[misc]
                 super().__init__(size, **rest)
 
         return TokenAllocator
+
+
+def _convolve_with_triton() -> None:
+    """Gives Mamba layers the convolutions in Triton, which SGLang binds for an XPU, and for a CPU
+    not at all. Triton's interpreter runs them, like all kernels of linear layers.
+    """
+    from sglang.kernels.ops.mamba import causal_conv1d_triton  # type: ignore[import-not-found]
+    from sglang.srt.layers.attention.mamba import mamba  # type: ignore[import-not-found]
+
+    for name in ("causal_conv1d_fn", "causal_conv1d_update"):
+        kernel = getattr(causal_conv1d_triton, name)
+        setattr(mamba, name, kernel)
+        setattr(mamba, f"{name}_triton", kernel)
 
 
 def _nothing_to_wait_for(device: object = None) -> None:
