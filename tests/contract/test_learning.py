@@ -24,6 +24,7 @@ pytestmark = [
 TOKENS = 4
 STEPS = 20
 NEAR = 1e-5
+ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     # SGLang reads the interval in place of the list of layers.
     "Qwen3.5": ("qwen3_5_text", {**HYBRIDS["qwen3_5_text"], "full_attention_interval": 2}, {}),
@@ -42,7 +43,8 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "adapter of a mixture with dense layers": (
         "Qwen3-MoE",
         {"mlp_only_layers": [0]},
-        {"lora.rank": 4, "lora.alpha": 8},
+        # With MLPs among them, SGLang gives experts adapters too, in kernels for GPUs.
+        {"lora.rank": 4, "lora.alpha": 8, "lora.target_modules": ATTENTION},
     ),
 }
 """By name: kind of model, its settings, and those of the run."""
