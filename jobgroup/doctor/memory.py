@@ -15,7 +15,6 @@ from common.models.memory import (
     ModelShape,
     TrainerMemory,
     answers_of_pass,
-    critic_only,
     fastest_fit,
     form,
     full_pass,
@@ -23,7 +22,7 @@ from common.models.memory import (
     trainer_host_bytes,
     trainer_memory,
 )
-from common.process.topology import CRITIC, ROLLOUT, TRAINER
+from common.process.topology import ROLLOUT, TRAINER
 from common.settings.config import Config
 from jobgroup.doctor.machine import available_memory
 from jobgroup.doctor.plan import Plan, PlannedTask
@@ -42,8 +41,8 @@ _SMALLER = (
 
 
 def check_fit(plan: Plan) -> Iterator[Result]:
-    """Estimates the memory of trainer, critic-server and engines."""
-    jobs = [job for job in plan.here if job.name in (TRAINER, CRITIC, ROLLOUT)]
+    """Estimates the memory of trainer and engines."""
+    jobs = [job for job in plan.here if job.name in (TRAINER, ROLLOUT)]
     if not jobs:
         return
     name = jobs[0].config.model.name
@@ -73,7 +72,7 @@ def _on_gpus(job: PlannedTask, shape: ModelShape | None, plan: Plan) -> Iterator
         if job.name == ROLLOUT:
             yield from _engine_on_gpu(job, plan)
         elif shape is not None:
-            yield from _learner_on_gpu(job, shape, plan)
+            yield from _trainer_on_gpu(job, shape, plan)
     except ConfigError as error:
         yield failed(f"memory of {job.name}", error)
 
@@ -83,18 +82,14 @@ def parts(estimate: TrainerMemory) -> str:
     return ", ".join(f"{name} {gb(size)}" for name, size in vars(estimate).items() if size)
 
 
-def _learner_on_gpu(job: PlannedTask, shape: ModelShape, plan: Plan) -> Iterator[Result]:
+def _trainer_on_gpu(job: PlannedTask, shape: ModelShape, plan: Plan) -> Iterator[Result]:
     size = min(gpu.total for gpu in plan.gpus)
-    ranks = 1
-    config = critic_only(job.config)
-    if job.name == TRAINER:
-        ranks = job.num_nodes * max(1, min(job.gpus, len(plan.gpus)))
-        config = job.config
-        yield from judge_passes(config)
+    ranks = job.num_nodes * max(1, min(job.gpus, len(plan.gpus)))
     title = f"memory of {job.name}"
-    yield judge_trainer(title, shape, config, ranks, room=size, fix=_SMALLER)
+    yield from judge_passes(job.config)
+    yield judge_trainer(title, shape, job.config, ranks, room=size, fix=_SMALLER)
 
-    if job.name == TRAINER and not plan.inside:
+    if not plan.inside:
         needed = trainer_host_bytes(shape, job.config, ranks, min(ranks, len(plan.gpus)))
         left, bound = available_memory()
         found = f"{gb(needed)} of {gb(left)} {bound}, while a checkpoint is copied"
