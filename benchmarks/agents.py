@@ -344,7 +344,8 @@ async def verifiers() -> None:
         interpreter = Path(folder) / "python"
         interpreter.write_text(f'#!/bin/sh\nPYTHONPATH={packages} exec {python} "$@"\n')
         interpreter.chmod(0o755)
-        name = f"verifiers:{interpreter} apple-counting"
+        server_file = ROOT / "examples" / "verifiers" / "server.py"
+        name = f"agent:{interpreter} {server_file} apple-counting {{port}}"
         async with served(name, lambda _: "3") as server:
             for n in (1, VERIFIERS_EPISODES):  # the first one starts the process
                 request = request_for(name, n=n)

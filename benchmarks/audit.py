@@ -16,8 +16,7 @@ import torch
 
 from learning.digest import digest
 from learning.ranks import Ranks
-from trainer.observe.audit import AUDIT
-from trainer.observe.run_dir import read_lines
+from trainer.observe.run_dir import AUDIT, read_lines
 
 
 def main() -> None:

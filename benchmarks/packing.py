@@ -26,21 +26,13 @@ import torch
 from rich.console import Console
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.qwen3_5 import modeling_qwen3_5
 
 from benchmarks.command import command_parser, figures_table
 from benchmarks.h100 import PEAK, attention_share
-from benchmarks.rehearsal import (
-    LAUNCH_S,
-    Cost,
-    kernel_flops,
-    kernel_tensors,
-    product_share,
-    touched,
-)
-from benchmarks.roofline import BEYOND, Rows, groups
+from benchmarks.rehearsal import LAUNCH_S, Cost
+from benchmarks.roofline import BEYOND, Eager, Rows, groups
 from learning import attention
 from learning.batching import Sizes, micro_batches
 from learning.layout import Layout, Packed, Padded, layout_for
@@ -173,23 +165,6 @@ KINDS: dict[str, Kind] = {
 }
 
 
-class _Kernels(TorchDispatchMode):  # type: ignore[misc]  # torch is not typed for mypy here
-    """Counts every operation as a kernel, but for attention."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.cost = Cost()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        tensors = kernel_tensors(func, args, kwargs, result)
-        if tensors and "attn" not in str(func) and "attention" not in str(func):
-            flops = kernel_flops(func, args, kwargs or {}, result)
-            share = product_share(result.shape, flops) if flops else 1.0
-            self.cost.add(touched(tensors), flops, share=share)
-        return result
-
-
 @dataclass
 class _Scans:
     """Stands for the convolution and the scan of linear layers."""
@@ -240,7 +215,7 @@ def layer_seconds(kind: Kind, layer: str, laid_out: Layout) -> float:
         scans = _Scans(kind)
         with _stand_ins(scans):
             model.to_empty(device="cpu")
-            with _Kernels() as kernels:
+            with Eager() as kernels:
                 hidden = laid_out.hidden(model.model)
                 hidden.backward(torch.empty_like(hidden))
         found.append(kernels.cost.seconds + scans.cost.seconds)

@@ -33,9 +33,6 @@ from rich.console import Console
 from torch import Tensor
 from torch._functorch.aot_autograd import make_boxed_func
 from torch._guards import detect_fake_mode
-from torch._inductor.debug import DebugContext
-from torch._inductor.graph import GraphLowering
-from torch._inductor.virtualized import V
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
@@ -162,7 +159,8 @@ class Eager(TorchDispatchMode):  # type: ignore[misc]  # torch is not typed for 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         tensors = kernel_tensors(func, args, kwargs, result)
-        if tensors and "varlen" not in str(func):
+        is_attention = "attn" in str(func) or "attention" in str(func)
+        if tensors and not is_attention:
             flops = kernel_flops(func, args, kwargs or {}, result)
             share = product_share(result.shape, flops) if flops else 1.0
             self.cost.add(touched(tensors), flops, share=share)
@@ -172,7 +170,11 @@ class Eager(TorchDispatchMode):  # type: ignore[misc]  # torch is not typed for 
 @contextmanager
 def compiled(forward_passes: int) -> Iterator[Cost]:
     """Makes `torch.compile` count Inductor's fused kernels instead of generating code."""
+    # Inductor takes two seconds to import, which the eager count does not need.
     from torch._inductor.compile_fx import compile_fx, record_original_output_strides
+    from torch._inductor.debug import DebugContext
+    from torch._inductor.graph import GraphLowering
+    from torch._inductor.virtualized import V
 
     cost = Cost()
 

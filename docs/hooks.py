@@ -23,25 +23,27 @@ ROOT = Path(__file__).resolve().parents[1]
 COMMANDS = (
     "trainer",
     "trainer.sft",
+    "trainer.tinker",
     "trainer.train_math",
     "trainer.evaluate_model",
     "trainer.export",
     "trainer.report",
     "trainer.compare",
     "trainer.audit",
+    "trainer.what_if.regrade",
+    "trainer.what_if.why",
+    "trainer.what_if.fork",
     "trainer.dashboard",
     "trainer.diagnose",
     "trainer.tiny_model",
     "jobgroup.local",
     "jobgroup.sweep",
     "jobgroup.doctor",
-    "jobgroup.scrape",
 )
 SERVICES = {
     "data": "data-server :8000",
     "reward": "reward-server :8002",
     "replay": "replay-buffer :8003",
-    "critic": "critic-server :8005",
     "environment": "environment-server :8006",
     "trainer": "ppo-trainer :8004",
     "agent": "rollout-server agent :30002",
@@ -226,7 +228,7 @@ def commands() -> str:
     lines = [
         "# Command lines\n",
         "What each command prints with `--help`. The services (`python -m services.data`,",
-        "`services.reward`, `services.replay`, `services.rollout`, `services.critic`,",
+        "`services.reward`, `services.replay`, `services.rollout`,",
         "`services.environment`) take the same settings as `python -m trainer`.\n",
     ]
     environment = {

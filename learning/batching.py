@@ -25,7 +25,7 @@ here 2048."""
 
 
 class Tokens(Protocol):
-    """A prompt and its completion, as in `TokenSequence`."""
+    """A prompt and its completion."""
 
     @property
     def prompt_ids(self) -> Int32: ...

@@ -82,6 +82,10 @@ class Padded:
             experts = _by_layer(given.reshape(-1, given.shape[2]))
         return cls(torch.from_numpy(input_ids), torch.from_numpy(predicts), experts)
 
+    def repeat(self, counts: _Array) -> None:
+        """Lets every position predict as many tokens as `counts` [C] says, instead of one."""
+        self.predicts = self.predicts.repeat_interleave(torch.from_numpy(counts))
+
     def own(self, context: ContextGroup | None) -> _Array | None:
         """Returns None: padded rows are never computed by several ranks together."""
         assert context is None, "`layout_for` refuses it"
@@ -177,6 +181,11 @@ class Packed:
             places=places,
             experts=_by_layer(np.concatenate(given) + 1) if routes else None,
         )
+
+    def repeat(self, counts: _Array) -> None:
+        """See `Padded.repeat`."""
+        self.places = np.repeat(self.places, counts)
+        self.predicts = torch.from_numpy(self.places)
 
     def own(self, context: ContextGroup | None) -> _Array | None:
         """Returns which of the C completion tokens this rank's part of the line predicts, as

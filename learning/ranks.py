@@ -1,13 +1,16 @@
 """The processes that train together: every rank computes, rank 0 also calls the services."""
 
+import io
 import logging
 import os
+import pickle
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, NoReturn, TypeVar, cast
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -224,11 +227,9 @@ class Ranks:
         """
         if part is not None:
             for rank in range(1, self.world_size):
-                dist.send_object_list([part(rank // self.context_size)], rank)
+                _send(part(rank // self.context_size), rank)
             return part(0)
-        found: list[Any] = [None]
-        dist.recv_object_list(found, 0)
-        return cast(_T, found[0])
+        return cast(_T, _receive(0))
 
     def collect(self, part: _T) -> Iterator[_T]:
         """Yields the parts of all shares on rank 0, and nothing on the others, which send theirs. A
@@ -237,11 +238,9 @@ class Ranks:
         if self.is_rank_zero:
             yield part
             for rank in range(self.context_size, self.world_size, self.context_size):
-                found: list[Any] = [None]
-                dist.recv_object_list(found, rank)
-                yield found[0]
+                yield _receive(rank)
         elif self.rank % self.context_size == 0:
-            dist.send_object_list([part], 0)
+            _send(part, 0)
 
     def gather(self, text: str) -> list[str]:
         """Returns the text of every rank, on every rank. A collective."""
@@ -297,6 +296,25 @@ class Ranks:
     def barrier(self) -> None:
         if self.world_size > 1:
             dist.barrier()
+
+
+def _send(value: object, rank: int) -> None:
+    """Sends an object to a rank, which calls `_receive`. Takes a third of the processor time of
+    `dist.send_object_list`, which copies what it pickled three times.
+    """
+    file = io.BytesIO()
+    pickle.dump(value, file, pickle.HIGHEST_PROTOCOL)
+    body = torch.from_numpy(np.frombuffer(file.getbuffer(), np.uint8))
+    dist.send(torch.tensor([len(body)]), rank)
+    dist.send(body, rank)
+
+
+def _receive(rank: int) -> Any:
+    size = torch.zeros(1, dtype=torch.int64)
+    dist.recv(size, rank)
+    body = torch.empty(int(size), dtype=torch.uint8)
+    dist.recv(body, rank)
+    return pickle.loads(body.numpy())  # noqa: S301  # of another rank of this run
 
 
 def _without_limit(group: Any) -> None:

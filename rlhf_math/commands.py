@@ -15,6 +15,7 @@ from common.process.cli import fail
 COMMANDS = {
     "train": ("trainer.train_math", "train a model in one process"),
     "sft": ("trainer.sft", "fine-tune a model on given answers"),
+    "tinker": ("trainer.tinker", "serve Tinker's API: training loops of other programs"),
     "eval": ("trainer.evaluate_model", "measure a model, or compare two"),
     "export": ("trainer.export", "make a model's directory from a checkpoint or an adapter"),
     "local": ("jobgroup.local", "run a job group on this machine"),
@@ -24,6 +25,9 @@ COMMANDS = {
     "dashboard": ("trainer.dashboard", "show runs in a browser"),
     "diagnose": ("trainer.diagnose", "say what is wrong with a run"),
     "audit": ("trainer.audit", "execute a step of a run again and compare every stage"),
+    "regrade": ("trainer.what_if.regrade", "grade the recorded answers of a run again"),
+    "why": ("trainer.what_if.why", "say why a run collapsed or jumped"),
+    "fork": ("trainer.what_if.fork", "continue a run from a step with something changed"),
     "doctor": ("jobgroup.doctor", "check this machine, or plan a run's GPUs"),
     "gpu-check": ("checks.gpu_check", "test on one GPU what needs one"),
     "tiny-model": ("trainer.tiny_model", "make the built-in model, which trains on a CPU"),

@@ -103,7 +103,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     end.
     """
     page = (ROOT / "docs" / "explanation" / "guarantees.md").read_text(encoding="utf-8")
-    named = set(re.findall(r"tests/[\w/]+\.py|\btest_\w+", page))
+    quick = re.sub(r"slow: [^|]*", "", page)
+    named = set(re.findall(r"tests/[\w/]+\.py|\btest_\w+", quick))
     for item in items:
         file, _, name = item.nodeid.partition("::")
         of_guarantee = file in named or name.partition("[")[0] in named
@@ -113,8 +114,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker("slow")
 
     services = [
-        f"tests/services/{name}"
-        for name in ("rollout", "reward", "replay", "data", "engine", "critic")
+        f"tests/services/{name}" for name in ("rollout", "reward", "replay", "data", "engine")
     ]
     first = [
         "tests/simulation",

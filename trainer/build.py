@@ -12,7 +12,6 @@ from functools import partial
 from pathlib import Path
 
 from common.clients.base import wait_healthy
-from common.clients.critic import CriticClient
 from common.process import watchdog
 from common.process.logs import set_run
 from common.process.loop_thread import LoopThread
@@ -41,7 +40,7 @@ from trainer.policy.trained_prompts import TrainedPrompts, style_of
 from trainer.rollouts.context import RolloutContext
 from trainer.rollouts.ground_truths import GROUND_TRUTHS, GroundTruthCheck
 from trainer.rollouts.prompt_cursor import PromptProgress
-from trainer.rollouts.rollouts import FollowerRollouts, Rollouts
+from trainer.rollouts.rollouts import Rollouts
 from trainer.rollouts.services import Services, flush_all
 from trainer.rollouts.teacher import Teacher
 from trainer.run import Listener, Run
@@ -97,21 +96,16 @@ def build_run(
     continues = policy.step > 0 or attempted
 
     watchdog.at("waiting for the services and the first publishing")
-    client: CriticClient | None = None
-    rollouts: Rollouts = FollowerRollouts()
+    publisher: WeightPublisher | None = None
+    rollouts: Rollouts | None = None
+    clock = StageClock()
     if leader is not None:
+        clock = leader.clock
         leader.start_services(policy)
-        client = leader.services.critic
+        publisher = leader.publisher
         rollouts = leader.rollouts(policy, state)
-    critic = value_function(
-        config,
-        ranks,
-        client,
-        loop=leader.loop if leader else None,
-        run_id=leader.run_id if leader else "",
-    )
-    critic.restore(saved)
-    steps = rollouts.prepare(policy.step, continues) if leader else 0
+    critic = value_function(config, ranks, saved)
+    steps = rollouts.prepare(policy.step, continues) if rollouts else 0
     policy.total_steps = ranks.broadcast(steps)
 
     run = Run(
@@ -121,15 +115,23 @@ def build_run(
         reference=reference,
         critic=critic,
         checkpoints=checkpoints,
-        rollouts=rollouts,
-        weights=WeightSync(None, StageClock(), in_background=False),
+        weights=WeightSync(
+            publisher,
+            clock,
+            in_background=config.trainer.max_staleness > 0,
+            copies=config.rollout.colocate,
+            may_load=rollouts.wait_until_idle if rollouts and config.reproducible else lambda: None,
+            has_checksums=config.reproducible,
+        ),
         lease=GpuLease(
             ranks,
             lambda: [policy.resident(), reference.resident(), critic.resident()],
-            leader.publisher if leader else None,
+            publisher,
             shared=config.rollout.colocate,
         ),
         total_steps=policy.total_steps,
+        rollouts=rollouts,
+        clock=clock,
     )
     if leader is not None:
         leader.complete(run, listener or Listener(), saved)
@@ -260,6 +262,7 @@ class _Leader:
 
     def complete(self, run: Run, listener: Listener, saved: Path | None) -> None:
         """Adds rank 0's parts to a run that continues from the checkpoint `saved`."""
+        assert run.rollouts is not None, "rank 0 has them"
         config = self.config
         policy = run.policy
         steps = run.total_steps
@@ -301,6 +304,7 @@ class _Leader:
             gpus=partial(self._gpus, run.ranks),
             collecting_cpu=self.loop.cpu_seconds,
             verdicts=self.verdicts,
+            drops=run.rollouts.drops,
             dropout=policy.scorer.dropout,
         )
         if policy.step >= steps:
@@ -312,14 +316,6 @@ class _Leader:
         # Tells the next attempt that the stored experience is its own.
         run.checkpoints.directory.mkdir(exist_ok=True)
 
-        run.weights = WeightSync(
-            self.publisher,
-            self.clock,
-            in_background=config.trainer.max_staleness > 0,
-            copies=run.lease.shared,
-            may_load=run.rollouts.wait_until_idle if config.reproducible else lambda: None,
-            has_checksums=config.reproducible,
-        )
         run.evaluator = Evaluator(
             config,
             self.services,
@@ -328,7 +324,6 @@ class _Leader:
             verdicts=self.verdicts,
             trained=trained,
         )
-        run.clock = self.clock
         run.run_id = self.run_id
         run.lock = self.lock
         run.trained = trained

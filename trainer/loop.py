@@ -17,12 +17,12 @@ def train(run: Run) -> None:
     """Trains until `run.total_steps`. Raises the error that stops the run, on every rank."""
     policy = run.policy
     critic = run.critic
-    rollouts = run.rollouts
+    rollouts = run.rollouts  # of rank 0
 
     with run.training():
         while policy.step < run.total_steps:
             run.begin_step()
-            batch = shared_batch(rollouts.next(policy.step), policy)
+            batch = shared_batch(rollouts.next(policy.step) if rollouts else [], policy)
 
             # The report of a stalled run names this place.
             watchdog.at(f"the update of step {policy.step + 1}")
@@ -37,12 +37,14 @@ def train(run: Run) -> None:
                         run.audit.step(policy, critic, batch, update)
 
                 watchdog.at(f"publishing and recording step {policy.step}")
-                finish_acknowledging = rollouts.start_acknowledging(batch)
+                if rollouts:
+                    rollouts.start_acknowledging(batch)
                 weights = run.weights.gather(policy)
 
             # Waits for the engines only with max_staleness 0; otherwise `served` ends later.
             served = run.weights.publish(weights, policy.step)
-            finish_acknowledging()
             run.evaluate()  # on idle engines with max_staleness 0: no slot is free yet
-            rollouts.free_slots(batch, when=served)
+            if rollouts:
+                rollouts.free_slots(batch, when=served)
             run.end_step(batch, update, critic_metrics)
+            del batch, update  # the next answers need the memory while `next` waits for them

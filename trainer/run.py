@@ -5,7 +5,7 @@
 | `rollouts` | prompts → graded groups in the replay buffer → batches | `trainer/rollouts/` |
 | `policy` | the model, its optimizer and its updates | `trainer/policy/policy.py` |
 | `reference` | the model that the KL term compares with | `trainer/policy/reference.py` |
-| `critic` | values and their updates, here or in the critic-server | `trainer/policy/critic.py` |
+| `critic` | values and their updates | `trainer/policy/critic.py` |
 | `weights` | publishes the policy's weights to the engines | `trainer/weights/` |
 | `lease` | the GPUs that trainer and engines share | `trainer/weights/gpu_lease.py` |
 | `evaluator` | accuracy on the held-out problems | `trainer/evaluation/` |
@@ -17,7 +17,7 @@ No part depends on the run; rollouts, weights, evaluator and log do not depend o
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,6 @@ from common.errors import ServiceError
 from common.process import watchdog
 from common.process.run_lock import RunLock
 from common.settings.config import Config
-from common.wire.schemas import CriticMetrics
 from learning.out_of_memory import exhausted_memory
 from learning.ranks import Ranks
 from trainer.algorithms.batch import Batch
@@ -35,11 +34,12 @@ from trainer.evaluation.evaluator import Evaluator
 from trainer.observe.audit import Audit
 from trainer.observe.run_log import RunLog
 from trainer.policy.checkpoint import Checkpoints, RunState
-from trainer.policy.critic import ValueFunction
+from trainer.policy.critic import CriticMetrics, ValueFunction
 from trainer.policy.identity import Facts
 from trainer.policy.policy import Policy, PolicyUpdate
 from trainer.policy.reference import Reference
 from trainer.policy.trained_prompts import TRAINED_PROMPTS, TrainedPrompts
+from trainer.rollouts.prompt_cursor import PromptProgress
 from trainer.rollouts.rollouts import Rollouts
 from trainer.timing import WAITS_FOR_BATCH, StageClock
 from trainer.weights.gpu_lease import GpuLease
@@ -75,8 +75,7 @@ class Listener:
 class Run:
     """The parts of a run on this rank, as the training loop uses them.
 
-    Some are rank 0's alone. Of those that make collective calls, ranks above 0 have a `Follower…`,
-    which only takes part in them.
+    Some are rank 0's alone, and None on the others.
     """
 
     config: Config
@@ -85,10 +84,11 @@ class Run:
     reference: Reference
     critic: ValueFunction
     checkpoints: Checkpoints
-    rollouts: Rollouts
     weights: WeightSync
     lease: GpuLease
     total_steps: int
+    rollouts: Rollouts | None = None
+    """Rank 0 only."""
     audit: Audit | None = None
     """None without `trainer.audit`."""
     evaluator: Evaluator | None = None
@@ -125,12 +125,14 @@ class Run:
     @contextmanager
     def training(self) -> Iterator[None]:
         """Collects groups and records steps inside the block."""
-        step = self.policy.step
-        log: AbstractContextManager[None] = nullcontext()
-        if self.log is not None:
-            log = self.log.training(step, self.total_steps, self.rollouts.drops)
+        place = self.policy.step, self.total_steps
         self.listener.on_event(self, "train_begin")  # which may end the run at once
-        with self.checkpoints, log, self.rollouts.collecting(step, self.total_steps):
+        with ExitStack() as stack:
+            stack.enter_context(self.checkpoints)
+            if self.log is not None:
+                stack.enter_context(self.log.training(*place))
+            if self.rollouts is not None:
+                stack.enter_context(self.rollouts.collecting(*place))
             try:
                 yield
                 self.weights.wait()
@@ -176,7 +178,6 @@ class Run:
                 batch,
                 update,
                 critic,
-                drops=self.rollouts.drops,
                 weights_checksum=self.weights.checksum,
             )
         self.checkpoint()
@@ -243,7 +244,7 @@ class Run:
 
     def _save(self) -> Path:
         self.checkpoints.wait()
-        progress = self.rollouts.progress
+        progress = self.rollouts.progress if self.rollouts else PromptProgress()
         step = self.policy.step
 
         alone = self.checkpoints.alone

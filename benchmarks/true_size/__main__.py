@@ -5,7 +5,9 @@ router, agents, reward-server, replay-buffer, collector, and the trainer's ranks
 things are modelled: the engines answer with real sizes at the speed that their GPUs' bandwidth
 allows (`stand_in/sglang`), and the trainer's passes take the time that a GPU is predicted to take
 (`rank.py`). `--clock 8` lets eight modelled seconds pass in a real one; the host's work is real and
-is not compressed.
+is not compressed. `--kills` kills an agent, the replay-buffer, a rank, the reward-server, the
+data-server and the router, one in each step, and judges by the ids of all groups that nothing is
+lost and nothing is trained on twice.
 
 A machine holds fewer processes than a cluster. `--share` scales the groups of a step and the
 engines and ranks that they need in proportion; `--engines` and `--ranks` say by how many processes
@@ -13,16 +15,13 @@ they are played. Figures are per step, of the whole rehearsal; divide by the sha
 """
 
 import json
-import os
 import shutil
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
-import uuid
 from collections import defaultdict
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,12 +30,14 @@ from rich.console import Console
 
 from benchmarks.command import command_parser, figures_table
 from benchmarks.processes import ROOT
-from benchmarks.true_size.cases import BY_NAME, CASES, Case
+from benchmarks.true_size.cases import BY_NAME, CASES, ENGINES, Case
+from benchmarks.true_size.kills import KILLED, Kills
 from benchmarks.true_size.meter import Meter, Use
 from common.errors import ServiceError
 from common.models.flow import Traffic, answer_flow
 from common.process.cli import fail, positive
 from common.settings.config import load
+from tests.chaos.group import Group
 from trainer.observe.run_dir import read_lines
 
 _PLAIN = ROOT / "jobgroup" / "rlhf-math-cpu-jobgroup.yaml"
@@ -100,7 +101,7 @@ def settings(case: Case, options: Any, directory: Path) -> dict[str, Any]:
             "routing_replay": case.top_k > 0,
         },
         "limits": {"service_timeout_s": options.limit / options.clock},
-        "checkpoint": {"every": 0},
+        "checkpoint": {"every": 1 if options.kills else 0},
         "evaluation": {"samples": 0},
         "parallel": {"shard_size": 1},
     }
@@ -117,7 +118,10 @@ def job_group(case: Case, options: Any, directory: Path) -> list[str]:
     program = "python -m trainer.launch -m benchmarks.true_size.rank"
     group = source.replace("python -m trainer.launch", program)
     path = directory / "jobgroup.yaml"
-    path.write_text(group.replace("max_restarts_on_errors: 3", "max_restarts_on_errors: 0"))
+    restarts = 100 if options.kills else 0
+    path.write_text(
+        group.replace("max_restarts_on_errors: 3", f"max_restarts_on_errors: {restarts}")
+    )
 
     speed = case.speed(options.engines, options.share, options.clock, _SLOTS)
     # Each rank computes its share of the groups: as long as at the true size, if ranks are in
@@ -128,6 +132,7 @@ def job_group(case: Case, options: Any, directory: Path) -> list[str]:
         "clock": options.clock,
         "seconds_per_token": case.pass_s_per_token / ratio,
         "turns": case.turns,
+        "max_staleness": case.max_staleness,
     }
     env = {
         "RUN_CONFIG": config,
@@ -157,46 +162,50 @@ def job_group(case: Case, options: Any, directory: Path) -> list[str]:
     return command
 
 
-def run(case: Case, options: Any, directory: Path) -> tuple[dict[str, Use], dict[str, Use], float]:
+@dataclass
+class Rehearsal(Group):
+    """The job group of a rehearsal."""
+
+    command: list[str] = field(default_factory=list)
+
+    def _command(self) -> list[str]:
+        return self.command
+
+
+def run(
+    group: Rehearsal, options: Any, kills: Kills | None
+) -> tuple[dict[str, Use], dict[str, Use], float]:
     """Runs the job group; returns what its processes had used after the first step and in the end,
     and the seconds between.
     """
-    mark = f"true-size-{uuid.uuid4()}"
-    env = {**os.environ, "CHAOS_MARK": mark, "PYTHONPATH": str(ROOT)}
-    meter = Meter(mark)
-    metrics = directory / "run" / "metrics.jsonl"
+    meter = Meter(group.mark)
     first: dict[str, Use] = {}
     first_at = 0.0
     last: dict[str, Use] = {}
     last_at = 0.0
     steps = 0
-    with (directory / "output.txt").open("wb") as log:
-        process = subprocess.Popen(
-            job_group(case, options, directory), cwd=ROOT, env=env, stdout=log, stderr=log
-        )
-        try:
-            while process.poll() is None:
-                time.sleep(_SAMPLE_S)
-                meter.sample()
-                done = len(read_lines(metrics))
-                if done > steps:
-                    steps = done
-                    last = meter.uses()
-                    last_at = time.monotonic()
-                    print(f"step {steps} of {options.steps}", flush=True)
-                    if not first:
-                        first = last
-                        first_at = last_at
-        finally:
-            if process.poll() is None:
-                process.terminate()
-            process.wait()
+    with group.running():
+        process = group.process
+        assert process is not None
+        while process.poll() is None:
+            time.sleep(_SAMPLE_S)
+            meter.sample()
+            if kills is not None:
+                kills.look()
+            if group.step() > steps:
+                steps = group.step()
+                last = meter.uses()
+                last_at = time.monotonic()
+                print(f"step {steps} of {options.steps}", flush=True)
+                if not first:
+                    first = last
+                    first_at = last_at
     if process.returncode or steps < options.steps:
-        tail = "\n".join((directory / "output.txt").read_text(errors="replace").splitlines()[-30:])
+        tail = "\n".join(group.output().splitlines()[-30:])
         raise ServiceError(
             f"the run ended with status {process.returncode} after {steps} steps:\n{tail}",
             field="jobgroup.local",
-            remedy=f"look into {directory}",
+            remedy=f"look into {group.folder}",
         )
     return first, last, last_at - first_at
 
@@ -218,19 +227,31 @@ def main() -> None:
         default=600.0,
         help="limits.service_timeout_s",
     )
+    parser.add_argument(
+        "--kills", nargs="*", choices=KILLED, help="kill these in turn, or all; the rest goes on"
+    )
     parser.add_argument("--keep", type=Path, help="a new directory for the run, which is kept")
     options = parser.parse_args()
+    if options.kills is not None:
+        options.kills = options.kills or KILLED
+        # The first two steps are left alone, and a kill may take more than one.
+        options.steps = max(options.steps, len(options.kills) + 3)
     case = BY_NAME[options.case]
     print(f"{case.about}: a share of {options.share:g}, clock {options.clock:g}", flush=True)
     with tempfile.TemporaryDirectory() as temporary:
         directory = options.keep or Path(temporary) / "run"
         directory.mkdir(parents=True)
         make_model(case, directory / "model")
+        group = Rehearsal(directory, {}, command=job_group(case, options, directory))
+        kills = Kills(group, options.kills) if options.kills else None
         try:
-            first, last, seconds = run(case, options, directory)
+            first, last, seconds = run(group, options, kills)
         except ServiceError as error:
             fail(error, status=1)
-        _print(case, options, directory, first, last, seconds)
+        if kills is None:
+            _print(case, options, directory, first, last, seconds)
+        elif not kills.report():
+            sys.exit(1)
 
 
 def predicted(case: Case, options: Any, directory: Path) -> dict[str, Traffic]:
@@ -241,7 +262,8 @@ def predicted(case: Case, options: Any, directory: Path) -> dict[str, Traffic]:
         load(["--config", str(directory / "config.yaml")], {}),
         case.answer_tokens * options.share,
         options.ranks,
-        engines=case.engines * options.share,
+        # Each process runs a group at least.
+        engines=max(case.engines * options.share, options.engines * case.group_size / _SLOTS),
         experts_of_token=case.layers * case.top_k,
     )
     # The ranks sum the gradients of the model of this rehearsal over gloo, in a ring.
@@ -312,7 +334,7 @@ def _print(
     host = 0.0
     for name, values in sorted(idle.items(), key=lambda item: -sum(item[1])):
         mean = sum(values) / len(computed)
-        host += 0.0 if name == "wait" else mean
+        host += 0.0 if name == ENGINES else mean
         table.add_row(f"GPU idle: {name}", f"{mean:.2f}")
     table.add_row("GPU waits for the host, in all", f"{host:.2f}")
     table.add_row("wall time of a step", f"{seconds / steps:.2f}")

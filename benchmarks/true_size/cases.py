@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+ENGINES = "engines"
+"""What a GPU of the trainer waits for while an answer is not there yet: no time of the host."""
 BANDWIDTH = 3.0e12
 """Bytes per second that a GPU reads, as `benchmarks/h100.py` has it."""
 PEAK = 989e12

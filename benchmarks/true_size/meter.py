@@ -39,6 +39,8 @@ def role(process: Process) -> str:
         return "router"
     if process.is_grader:
         return "graders"
+    if "multiprocessing" in text and process.node.startswith("ppo-trainer"):
+        return "readers of answers"
     if "benchmarks.true_size.rank" in text and "trainer.launch" not in text:
         rank = process.node.rpartition("-")[2]
         return "trainer rank 0" if rank == "0" else "trainer, other ranks"

@@ -8,6 +8,7 @@ end of its queue and the next pass the modelled GPU waits for the host; what the
 is recorded (`idle`).
 """
 
+import asyncio
 import json
 import os
 import threading
@@ -21,20 +22,39 @@ from typing import Any
 
 import torch
 
+from benchmarks.true_size.cases import ENGINES
+from common.clients.rollout import RolloutClient
 from trainer.policy.policy import Policy
 from trainer.rollouts.collector import Collector
+from trainer.rollouts.group_maker import GroupMaker
 from trainer.rollouts.rollouts import Rollouts
 from trainer.start.program import run_rank
 
-HOST = ("take", "share", "batch", "advantages", "publish", "record", "pack", "wait")
-"""What the host may do while the GPU waits; of several at once, the first counts. `wait`: the batch
-is not complete yet."""
+HOST = (
+    "receive",
+    "parse",
+    "grade",
+    "store",
+    "take",
+    "share",
+    "batch",
+    "advantages",
+    "publish",
+    "record",
+    "pack",
+    "wait",
+)
+"""What the host may do while the GPU waits; of several at once, the first counts. The first four
+are the way of the last answers into the store."""
 
 
 class Device:
     """A modelled GPU: passes run one after the other, at `clock` times their speed."""
 
-    def __init__(self, seconds_per_token: float, clock: float) -> None:
+    def __init__(self, seconds_per_token: float, clock: float, max_staleness: int) -> None:
+        # With staleness 0 nothing can be trained on before the engines are done, whatever the host
+        # does meanwhile; otherwise they always generate.
+        self._order = (*HOST, ENGINES) if max_staleness else (ENGINES, *HOST)
         self._per_token = seconds_per_token / clock
         self._busy_until = time.perf_counter()
         self._lock = threading.Lock()
@@ -69,7 +89,7 @@ class Device:
         cuts = sorted({start, end, *(at for s in spans for at in s[:2] if start < at < end)})
         for left, right in pairwise(cuts):
             names = {name for begin, until, name in spans if begin <= left and until >= right}
-            first = next((name for name in HOST if name in names), "rest")
+            first = next((name for name in self._order if name in names), "rest")
             self.idle[first] += right - left
 
     def lap(self) -> dict[str, Any]:
@@ -94,19 +114,44 @@ def _recorded(owner: Any, method: str, name: str, device: Device) -> None:
     setattr(owner, method, call)
 
 
-def _recorded_take(device: Device) -> None:
-    """Records the calls that took groups; those that found too few are part of the wait."""
-    inner = Collector.take
+def _recorded_coroutine(owner: Any, method: str, name: str, device: Device) -> None:
+    """The same for a coroutine, unless it returns [], as a `take` that found too few groups."""
+    inner: Callable[..., Any] = getattr(owner, method)
 
     @wraps(inner)
-    async def take(self: Collector, request: Any) -> Any:
+    async def call(*arguments: Any, **options: Any) -> Any:
         start = time.perf_counter()
-        groups = await inner(self, request)
-        if groups:
-            device.did("take", start, time.perf_counter())
-        return groups
+        found = await inner(*arguments, **options)
+        if found != []:
+            device.did(name, start, time.perf_counter())
+        return found
 
-    Collector.take = take  # type: ignore[method-assign]
+    setattr(owner, method, call)
+
+
+def _recorded_answers(device: Device) -> None:
+    """Records when the engines generate an answer, when it is received and when it is parsed."""
+    arrived: dict[Any, float] = {}
+    receive = RolloutClient._to_file
+    generate = RolloutClient.generate
+
+    async def received(self: RolloutClient, pieces: Any) -> Path:
+        start = time.perf_counter()
+        path = await receive(self, pieces)
+        arrived[asyncio.current_task()] = time.perf_counter()
+        device.did("receive", start, arrived[asyncio.current_task()])
+        return path
+
+    async def generated(self: RolloutClient, *arguments: Any, **options: Any) -> Any:
+        start = time.perf_counter()
+        completions = await generate(self, *arguments, **options)
+        there = arrived.pop(asyncio.current_task(), time.perf_counter())
+        device.did("parse", there, time.perf_counter())
+        device.did(ENGINES, start, there)
+        return completions
+
+    RolloutClient._to_file = received  # type: ignore[method-assign]
+    RolloutClient.generate = generated  # type: ignore[method-assign]
 
 
 def replace_model(device: Device, record: Path) -> None:
@@ -136,7 +181,11 @@ def replace_model(device: Device, record: Path) -> None:
     Policy._score = lambda *_, **__: NoScores()  # type: ignore[assignment, method-assign]
     Optimizer.step = step  # type: ignore[assignment, method-assign]
 
-    _recorded_take(device)
+    _recorded_answers(device)
+    _recorded_coroutine(Collector, "take", "take", device)
+    _recorded_coroutine(Collector, "_store", "store", device)
+    _recorded_coroutine(GroupMaker, "_grade", "grade", device)
+    _recorded_coroutine(GroupMaker, "_episodes", ENGINES, device)
     _recorded(Rollouts, "next", "wait", device)
     for name in ("broadcast", "scatter", "collect"):
         _recorded(Ranks, name, "share", device)
@@ -162,7 +211,9 @@ def replace_model(device: Device, record: Path) -> None:
 def main() -> None:
     """Runs this rank with the settings of `TRUE_SIZE_RANK`."""
     settings = json.loads(os.environ["TRUE_SIZE_RANK"])
-    device = Device(settings["seconds_per_token"], settings["clock"])
+    device = Device(
+        settings["seconds_per_token"], settings["clock"], max_staleness=settings["max_staleness"]
+    )
     record = Path(settings["directory"]) / f"rank{os.environ['RANK']}.jsonl"
     replace_model(device, record)
 

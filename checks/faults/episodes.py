@@ -102,14 +102,14 @@ def environment_nan_reward(lab: Lab) -> None:
 
 @fault(
     "the server of the environment cannot be reached",
-    r"openenv|environment",
+    r"agent|environment",
     r"reach|refused|connect",
     reported="https://github.com/PrimeIntellect-ai/prime-rl/pull/1816",
 )
 def environment_unreachable(lab: Lab) -> None:
     lab.strike()
     config = lab.settings(
-        environment__name=f"openenv:http://127.0.0.1:{free_port()}",
+        environment__name=f"agent:http://127.0.0.1:{free_port()}/run",
         environment__context=250,
         environment__deadline_s=5,
         limits__max_failed_groups=8,

@@ -5,14 +5,12 @@ Everything here runs in the process of the fault (`checks.faults.child`).
 
 import json
 import random
-import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 from unittest import mock
 
@@ -56,10 +54,6 @@ class Lab:
     def __post_init__(self) -> None:
         self.rng = random.Random(f"{self.name} {self.seed}")
         self.strike_step = self.rng.randint(1, 3)
-        # The pictures at the end of a run take longer than the run.
-        stub = ModuleType("trainer.observe.plots")
-        vars(stub).update(plot_curves=lambda *_: None)
-        sys.modules["trainer.observe.plots"] = stub
 
     @property
     def run_dir(self) -> Path:

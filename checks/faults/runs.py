@@ -132,7 +132,7 @@ def resume_other_setting(lab: Lab) -> None:
 
 
 @fault(
-    "lines of the curves are lost",
+    "lines of the metrics are lost",
     r"metrics\.jsonl",
     r"lacks|missing|cut|removed",
 )

@@ -3,28 +3,30 @@
 import asyncio
 import base64
 import logging
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterable, Mapping, Sequence
 from concurrent.futures import BrokenExecutor, Executor
-from contextlib import asynccontextmanager
 from functools import partial
 from itertools import chain
+from pathlib import Path
 from typing import Any, NotRequired, TypedDict, Unpack
+from uuid import uuid4
 
-import httpx
 import numpy as np
 import orjson
 
 from common.clients.base import Look
 from common.clients.engines import GeneratingClient
+from common.clients.network import Answer, Receive
 from common.errors import NotFound, ServiceError, ServiceLost
+from common.process.storage import storing
 from common.wire.codec import without_collection
 from common.wire.schemas import Completion, Float32, Int32, UInt8
 
 log = logging.getLogger(__name__)
 Tokens = Sequence[int] | Int32
+_Body = bytes | Path
+"""The body of an answer, or the file that has it."""
 _MAX_EXPERT = 2**15 - 1
-_FEW = 2
-"""Large answers that are received, and that are turned into completions, at a time."""
 _PARSING_S = 0.1
 """Seconds of parsing after which other tasks of the event loop run."""
 
@@ -51,6 +53,11 @@ def sample_seed(seed: int, index: int) -> int:
     request for one completion with it gives the same one.
     """
     return (seed + index * _SEED_STRIDE) & 0xFFFFFFFFFFFFFFFF
+
+
+def single_seed(seed: int, index: int) -> int:
+    """Returns the same for a request to SGLang."""
+    return sample_seed(seed, index) & _SGLANG_SEEDS
 
 
 class SamplingOptions(TypedDict):
@@ -89,13 +96,9 @@ class RolloutClient(GeneratingClient):
         super().__init__(*arguments, **options)
         self.readers: Executor | None = None
         """Processes that turn answers into completions; None: the event loop does."""
-        self.receives_few = False
-        """Receive few answers at a time, since each is large: the others wait in their connections,
-        where they take no memory of this process."""
-        self._receiving = asyncio.Semaphore(_FEW)
-        self._was_read = asyncio.Event()
-        self._unread = 0
-        """Answers that were received and not turned into completions yet."""
+        self.directory: Path | None = None
+        """Answers for `readers` are received into files here: they may have hundreds of MB each,
+        and many may end together."""
         self._parsing_ends = 0.0
         self._parsing_over = False
 
@@ -110,28 +113,6 @@ class RolloutClient(GeneratingClient):
         """
         name, version = self.adapter or (None, None)  # read once: it changes from another thread
         contents = await self._contents(input_ids, options, name)
-        self._unread += 1
-        try:
-            return await self._read(contents, options, version)
-        finally:
-            self._unread -= 1
-            self._was_read.set()
-
-    @asynccontextmanager
-    async def _room_for_body(self) -> AsyncIterator[None]:
-        if not self.receives_few:
-            yield
-            return
-        async with self._receiving:
-            while self._unread >= _FEW:
-                self._was_read.clear()
-                await self._was_read.wait()
-            yield
-
-    async def _read(
-        self, contents: list[bytes], options: SamplingOptions, version: int | None
-    ) -> list[Completion]:
-        """Returns the completions in the answers to a request."""
         read = partial(
             _completions,
             contents,
@@ -150,6 +131,23 @@ class RolloutClient(GeneratingClient):
                 ) from error
         await self._may_parse()
         return read()
+
+    def _receiver(self, path: str) -> Receive | None:
+        return self._to_file if self.directory is not None and path == "/generate" else None
+
+    async def _to_file(self, pieces: AsyncIterable[bytes]) -> Path:
+        assert self.directory is not None
+        path = self.directory / f"{uuid4().hex}.answer"
+        with storing("an engine's answer", path, "state_dir"):
+            self.directory.mkdir(parents=True, exist_ok=True)
+            try:
+                with path.open("wb") as file:
+                    async for piece in pieces:
+                        file.write(piece)
+            except BaseException:
+                path.unlink(missing_ok=True)
+                raise
+        return path
 
     async def answers(
         self,
@@ -174,7 +172,7 @@ class RolloutClient(GeneratingClient):
         lora_path: str | None,
         *,
         logprobs: bool = True,
-    ) -> list[bytes]:
+    ) -> list[_Body]:
         """Returns the body of the answer to one request, or to a request for each completion
         (`seeds_apart`). Raises the error of the first that fails.
         """
@@ -185,7 +183,7 @@ class RolloutClient(GeneratingClient):
         try:
             async with asyncio.TaskGroup() as tasks:
                 for index in range(options["n"]):
-                    own_seed = sample_seed(seed, index) & _SGLANG_SEEDS
+                    own_seed = single_seed(seed, index)
                     alone: SamplingOptions = {**options, "n": 1, "sampling_seed": own_seed}
                     request = self._generate(input_ids, alone, lora_path, logprobs=logprobs)
                     started.append(tasks.create_task(request))
@@ -220,7 +218,7 @@ class RolloutClient(GeneratingClient):
         lora_path: str | None,
         *,
         logprobs: bool,
-    ) -> bytes:
+    ) -> _Body:
         n = options["n"]
         asks_for_kept = logprobs and _truncates(options)
         repeated = self.repeats_prompt and n > 1 and (lora_path is not None or asks_for_kept)
@@ -253,7 +251,7 @@ class RolloutClient(GeneratingClient):
             content=orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY),
             headers={"content-type": "application/json"},
         )
-        return response.content
+        return response.file or response.content
 
     async def _look(self, attempt: str) -> Look:
         loads = await self._loads()
@@ -261,7 +259,7 @@ class RolloutClient(GeneratingClient):
         is_lost = bool(loads) and all(load.is_idle for load in loads or [])
         return Look(works=False if is_lost else None, progress=self.engines.progress)
 
-    def _is_retryable(self, response: httpx.Response) -> bool:
+    def _is_retryable(self, response: Answer) -> bool:
         """Also retries the router's 500, when its attempts met engines that just died, and smg's
         404 without one.
         """
@@ -288,7 +286,7 @@ class RolloutClient(GeneratingClient):
 
 
 def _completions(
-    contents: list[bytes], version: int | None, *, n: int, truncated: bool, routed: bool
+    contents: list[_Body], version: int | None, *, n: int, truncated: bool, routed: bool
 ) -> list[Completion]:
     """Returns the completions in the answers to a request; `version` is of its LoRA adapter."""
     completions = []
@@ -305,10 +303,15 @@ def _truncates(options: SamplingOptions) -> bool:
     return not {"top_p", "top_k", "min_p"}.isdisjoint(options.get("parameters", {}))
 
 
-def _parsed(contents: list[bytes], n: int) -> list[dict[str, Any]]:
+def _parsed(contents: list[_Body], n: int) -> list[dict[str, Any]]:
     answers: list[dict[str, Any]] = []
     for content in contents:
-        found = orjson.loads(content)
+        if isinstance(content, Path):
+            body = content.read_bytes()
+            content.unlink()
+        else:
+            body = content
+        found = orjson.loads(body)
         answers += found if isinstance(found, list) else [found]
     if len(answers) != n:
         reason = f"asked for {n} completions, got {len(answers)}"

@@ -28,14 +28,24 @@ SHARED = 8.0
 RETURNED = 8.0
 """Advantage and log-probability, from the rank that computed the row."""
 
-_HELD = 84.0
+_HELD = 40.0
 """Bytes of host memory for a token on rank 0, which parses, holds and records all of them."""
 _OWN = 27.0
 """The same for a token of another rank's rows."""
 _RANK = 570e6
 """Host memory of a rank on a CPU that holds no tokens; CUDA takes gigabytes more."""
+_READ = 2.5 * 2
+"""The same for an expert of a token of one group: two bytes, as they come from the process that
+reads answers and as arrays, and the one that is written."""
+_READER = 490e6  # of a rehearsal, which loads torch there; 70e6 without
+_PARSED = 2.9
+"""Host memory of the process that reads answers, for a byte of the JSON of a group."""
 _ROUTER = 113e6
-_REPLAY = 140e6
+_BUFFERED = 0.6
+"""Host memory of the router for a byte of the bodies that arrive together."""
+_GROWN = 1.6
+"""The same where each body has hundreds of MB: its buffer grows by steps."""
+_REPLAY = 142e6
 _REWARD = 122e6
 
 
@@ -65,14 +75,18 @@ def answer_flow(
         stored += tokens * experts_of_token
 
     answers = config.trainer.batch_size * config.sampling.group_size
+    of_group = 1 / config.trainer.batch_size
     # Answers of one length that run at once end together, and the router holds their JSON.
     running = min(1.0, engines * config.rollout.max_running_requests / answers)
+    buffered = json * (_GROWN if experts_of_token else _BUFFERED)
+    experts = tokens * experts_of_token * _READ
     return {
-        "router": Traffic(json, json, _ROUTER + running * json),
+        "router": Traffic(json, json, _ROUTER + running * buffered),
+        "readers of answers": Traffic(0.0, 0.0, _READER + of_group * json * _PARSED),
         "trainer rank 0": Traffic(
             received=json + returned + reused * stored,
             sent=stored + TEXT * tokens + shared,
-            memory=_RANK + _HELD * tokens,
+            memory=_RANK + _HELD * tokens + of_group * experts,
         ),
         "trainer, other ranks": Traffic(shared, returned, _RANK + _OWN * of_rank),
         "replay-buffer": Traffic(stored, reused * stored, _REPLAY),

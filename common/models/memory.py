@@ -15,7 +15,6 @@ from typing import Any, Literal, NamedTuple
 
 from common.errors import ConfigError
 from common.settings.config import Config
-from common.settings.sections import LoraSection
 
 _KNOWN = {
     "llama": "no",
@@ -256,14 +255,6 @@ class TrainerMemory:
         return sum(getattr(self, field.name) for field in fields(self))
 
 
-def critic_only(config: Config) -> Config:
-    """Returns the configuration with which a policy would need the memory of a critic-server, which
-    trains a whole model without a reference.
-    """
-    algorithm = config.algorithm.model_copy(update={"kl_coef": 0.0})
-    return config.model_copy(update={"lora": LoraSection(), "algorithm": algorithm})
-
-
 def group_size(config: Config, ranks: int) -> int:
     """Returns how many ranks share one copy of the model. Raises ConfigError when this does not
     divide `ranks`.
@@ -319,7 +310,7 @@ def trainer_memory(
 
     second_model = config.algorithm.kl_coef > 0 and (not lora.rank or config.model.reference != "")
     has_reference = second_model and not parallel.offload_reference
-    has_critic = config.algorithm.needs_critic and config.critic.location == "trainer" and on_gpu
+    has_critic = config.algorithm.needs_critic and on_gpu
 
     of_token = shape.activation_bytes(width, repeats_heads)
     expert_ranks = expert_ranks or parallel.expert_size
@@ -526,7 +517,6 @@ def fastest_fit(shape: ModelShape, config: Config, ranks: int, room: float) -> C
     `parallel.reshard_after_forward` and `trainer.micro_batch_tokens` decided: as fast as an update
     in `room` bytes can be, or as small as it gets when none fits.
     """
-    of_trainer = config.algorithm.needs_critic and config.critic.location == "trainer"
     set_checkpointing = config.trainer.activation_checkpointing
     set_reshard = config.parallel.reshard_after_forward
     fitting: list[tuple[float, Config]] = []
@@ -536,7 +526,7 @@ def fastest_fit(shape: ModelShape, config: Config, ranks: int, room: float) -> C
             continue
         if set_reshard not in ("auto", reshard):
             continue
-        if set_reshard == "auto" and not reshard and of_trainer:
+        if set_reshard == "auto" and not reshard and config.algorithm.needs_critic:
             continue  # the weights of policy and critic would be gathered at the same time
         decided = config.with_memory_use(checkpointing, reshard, tokens)
         needed = trainer_memory(shape, decided, ranks).total

@@ -72,24 +72,3 @@ class Metrics:
         if labels:
             self.labels[f"{PREFIX}{name}"] = labels
         return f"{PREFIX}{name}", help_text, labels or []
-
-
-def critic_gauges(metrics: Metrics, owner: str) -> dict[str, Gauge]:
-    """Adds gauges for the newest update's `CriticMetrics` and returns them by field; NaN before the
-    first update.
-    """
-    names = {
-        "value_loss": ("value_loss", "mean value loss"),
-        "grad_norm": ("gradient_norm", "gradient norm before clipping"),
-        "clip_fraction": ("clip_ratio", "share of tokens that were clipped"),
-        "explained_variance": (
-            "explained_variance_ratio",
-            "1 - Var(returns - values) / Var(returns)",
-        ),
-        "value_mean": ("value_mean", "mean value before it"),
-        "return_mean": ("return_mean", "mean return"),
-    }
-    return {
-        field: metrics.newest(f"{owner}_{name}", f"Newest update of the critic: {text}")
-        for field, (name, text) in names.items()
-    }

@@ -26,9 +26,9 @@ DATA = "data-server"
 ROLLOUT = "rollout-server"
 REWARD = "reward-server"
 REPLAY = "replay-buffer"
-CRITIC = "critic-server"
 ENVIRONMENT = "environment-server"
 TRAINER = "ppo-trainer"
+TINKER = "tinker-server"
 TORCHRUN_PORT = 29500
 WRONG_SETTING = 78
 """Exit status (EX_CONFIG) of a process of a job group whose settings are wrong: a restart would not

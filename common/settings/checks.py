@@ -94,7 +94,7 @@ _ADAPTED = {
     *("q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj", "out_proj"),
     *("gate_proj", "up_proj", "gate_up_proj", "down_proj"),
     *("q_a_proj", "kv_a_proj_with_mqa", "q_b_proj", "kv_b_proj"),
-    *("in_proj", "in_proj_qkvz"),
+    *("in_proj", "in_proj_qkvz", "lm_head"),
 }
 """Layers for which SGLang 0.5.21 has adapters (`sglang/srt/lora/utils.py`)."""
 _NAME = re.compile(r"\{([a-z_.]+)\}")
@@ -191,11 +191,6 @@ def _conflicts(config: Settings) -> Iterator[str]:
         yield (
             "{trainer.audit} needs the groups of every step, and {trainer.keep_groups_mb} keeps "
             "none: raise it, or leave trainer.audit out"
-        )
-    if trainer.audit and algorithm.needs_critic and config.critic.location == "server":
-        yield (
-            "{trainer.audit} cannot re-execute what a critic-server computed ({critic.location}): "
-            "set critic.location trainer, or leave trainer.audit out"
         )
     if not embedded:
         yield from _engine_args(config)
@@ -387,15 +382,10 @@ def _environment(config: Settings) -> Iterator[str]:
             "environment.name makes episodes: use another algorithm, such as grpo"
         )
     kind = config.environment.name.partition(":")[0]
-    if config.environment.tool_timeout_s is not None and kind in ("agent", "verifiers"):
+    if config.environment.tool_timeout_s is not None and kind == "agent":
         yield (
             "{environment.tool_timeout_s} cannot end the tools of a program, which "
             "environment.name starts: leave it out, and end them in the program"
-        )
-    if config.environment.step_rewards != "sum" and kind != "openenv":
-        yield (
-            "{environment.step_rewards} is for the steps of an OpenEnv server, and "
-            "environment.name is another: leave it out, and compute the reward in the environment"
         )
     min_episodes = config.environment.min_episodes
     if min_episodes is not None and min_episodes > config.sampling.group_size:
@@ -493,6 +483,11 @@ def _lora(config: Settings) -> Iterator[str]:
         yield f"lora.target_modules {problem}: name other layers, or set lora.publish merged"
 
 
+def without_adapters(layers: Iterable[str]) -> list[str]:
+    """Returns the names of layers for which SGLang has no adapters."""
+    return sorted(set(layers) - _ADAPTED)
+
+
 def unloadable_adapter(layers: Iterable[str]) -> str:
     """Returns why SGLang would not load an adapter of layers with these names; empty if it does."""
     named = set(layers)
@@ -503,7 +498,7 @@ def unloadable_adapter(layers: Iterable[str]) -> str:
                 f"has {', '.join(sorted(alone))} without {needed}, and SGLang, which fuses these "
                 "layers, would drop it"
             )
-    unknown = sorted(named - _ADAPTED)
+    unknown = without_adapters(named)
     return f"has {', '.join(unknown)}, for which SGLang has no adapters" if unknown else ""
 
 
@@ -552,7 +547,7 @@ def _unread(config: Settings) -> Iterator[tuple[Sequence[str], str]]:
         reason = "environment.name starts no agent:COMMAND or harbor:COMMAND"
         yield _all(RuntimeSection, "runtime"), reason
     if not config.algorithm.needs_critic:
-        yield _all(CriticSection, "critic", ("port",)), "{algorithm.advantage} has no critic"
+        yield _all(CriticSection, "critic"), "{algorithm.advantage} has no critic"
     if config.model.dtype == "float32":
         yield ("model.fp32_head",), "model.dtype is float32"
     if config.algorithm.kl_coef == 0:

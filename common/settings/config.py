@@ -48,6 +48,7 @@ _OTHERS = (
     "HF_HOME",
     "JUDGE_API_KEY",
     "TEACHER_API_KEY",
+    "TINKER_KEYS",
     "LOG_LEVEL",
     "LOG_FORMAT",
 )
@@ -72,6 +73,12 @@ class Config(Settings):
             self.algorithm = self.algorithm.model_copy(update={"rollout_correction": correction})
         check(self)
         return self
+
+    @property
+    def step_tokens(self) -> int:
+        """The most tokens that the answers of a step have, if they are single ones."""
+        answers = self.trainer.batch_size * self.sampling.group_size
+        return answers * self.sampling.max_new_tokens
 
     def with_memory_use(
         self, checkpointing: bool | str, reshards: bool, pass_tokens: int

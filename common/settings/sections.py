@@ -40,7 +40,7 @@ read."""
 def _checked_environment(text: str) -> str:
     # A class of the user, or a kind of environment with its argument.
     if text in ("", "python") or re.fullmatch(
-        r"python:[\w.]+[:.]\w+|(agent|harbor|openenv|verifiers):\s*\S.*", text, re.DOTALL
+        r"python:[\w.]+[:.]\w+|(agent|harbor):\s*\S.*", text, re.DOTALL
     ):
         if len(text) > _MAX_NAME:
             raise ValueError(
@@ -49,7 +49,6 @@ def _checked_environment(text: str) -> str:
             )
         return text
     forms = ["agent:COMMAND", "agent:URL", "harbor:COMMAND"]
-    forms += ["openenv:COMMAND", "openenv:URL", "verifiers:ID"]
     hint = did_you_mean(text, ["python", "an import path python:package.module:Class", *forms])
     raise ValueError(f"there is no environment {text}: {hint}")
 
@@ -225,8 +224,8 @@ class TeacherSection(Section):
     """Weight of log π_teacher − log π of each token, which is added to its advantage."""
     timeout_s: PositiveFloat = 120.0
     """Seconds for the scores of one group, with all retries, in which the teacher does not get on
-    with what it has (SGLang says whether it does). Then the group is dropped and its prompt tried
-    again."""
+    with what it has: SGLang says whether it does, of other servers each answer counts. Then the
+    group is dropped and its prompt tried again."""
     concurrency: PositiveInt = 16
     """Groups scored at once."""
 
@@ -281,11 +280,6 @@ class ReplaySection(Section):
 class CriticSection(Section):
     """The critic of PPO (`algorithm.advantage gae`): a separate value model."""
 
-    location: Literal["trainer", "server"] = "trainer"
-    """`trainer`: on the trainer's own devices. `server`: in a critic-server task of the job
-    group."""
-    port: Port = 8005
-    """Port of the critic-server."""
     model: str = ""
     """Model that the critic starts from, with a new value head. Empty: the policy's model."""
     learning_rate: PositiveFloat = 1e-5
@@ -314,6 +308,9 @@ class RolloutSection(Section):
     """Port of every rollout node's agent."""
     router_metrics_port: Port = 29000
     """Port of the router's Prometheus metrics."""
+    trainer: Literal["ppo-trainer", "tinker-server"] = "ppo-trainer"
+    """Task that the nodes serve. The tinker-server gives the engines an adapter for each of its
+    samplers, beside the model they start with."""
     engine: InHelp[Literal["sglang", "embedded"]] = "sglang"
     """`sglang`, or `embedded`: a small engine with the same HTTP API that needs only torch."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -584,7 +581,7 @@ class TrainerSection(Section):
     """Record what `rlhf audit` needs to re-execute any step of the run and compare it bit for bit,
     in `run_dir/audit.jsonl` beside `run_dir/groups`."""
     run_dir: InHelp[Path | None] = None
-    """Directory of configuration, metrics, samples, curves and checkpoints. Unset: `runs/<group
+    """Directory of configuration, metrics, samples and checkpoints. Unset: `runs/<group
     name>`."""
     weight_sync: Literal["http", "shared", "distributed"] = "http"
     """How weights reach the engines. `http`: every rollout node downloads files. `shared`: it reads
@@ -692,8 +689,7 @@ class EnvironmentSection(Section):
     name: InHelp[Annotated[str, AfterValidator(_checked_environment)]] = ""
     """Environment of the problems: `python`, a tool that runs programs;
     `python:package.module:Class`, your own class; `agent:COMMAND` or `agent:URL`, any program that
-    talks to a model; `harbor:COMMAND`, such a program in the container of a Harbor task;
-    `openenv:COMMAND` or `openenv:URL`, an OpenEnv server; `verifiers:ID` or `verifiers:FILE.toml`
+    talks to a model; `harbor:COMMAND`, such a program in the container of a Harbor task
     (docs/how-to/agents.md). Empty: single completions, without an environment-server."""
     turns: PositiveInt = 8
     """Maximum answers of the model in one episode. It may make eight times as many tool calls, and
@@ -706,15 +702,11 @@ class EnvironmentSection(Section):
     (`get_turn_rewards`): an answer is then credited only with the rewards that follow it, not with
     earlier ones. Unset: they count for the whole episode."""
     deadline_s: PositiveFloat = 600.0
-    """Seconds for one episode, without those in which it waits for answers of the model. One that
-    takes longer is lost: it has no reward."""
+    """Seconds for one episode, without those in which it waits for answers of the model, for a
+    thread or for its container. One that takes longer is lost: it has no reward."""
     tool_timeout_s: PositiveFloat | None = None
-    """Seconds for one tool call of a class, or one step of an OpenEnv server. If it takes longer,
-    the model gets an error as its result, and the episode goes on. Unset: as long as the
-    episode."""
-    step_rewards: Literal["sum", "last", "max"] = "sum"
-    """How the rewards of an OpenEnv server's steps make the episode's reward: `sum` for increments,
-    `last` for a score so far, `max` for the best attempt."""
+    """Seconds for one tool call of a class. If it takes longer, the model gets an error as its
+    result, and the episode goes on. Unset: as long as the episode."""
     min_episodes: int | None = Field(None, ge=2)
     """Fewest whole episodes with which a group is trained on. A group with fewer plays new episodes
     in place of the lost ones, once, and is dropped if there are still too few. Unset: all of
@@ -722,7 +714,7 @@ class EnvironmentSection(Section):
     workers: int | None = Field(None, gt=0)
     """Concurrent calls of environments and tools in one environment-server. Unset: 1,024 threads
     for your own class, because fewer threads than episodes waiting for slow tools would leave the
-    engines idle; otherwise 64 programs or connections."""
+    engines idle; otherwise 64 programs."""
 
     @property
     def grades_itself(self) -> bool:
@@ -757,6 +749,22 @@ class RuntimeSection(Section):
     grader_network: bool = False
     """Whether the containers in which Harbor tasks are graded have the network of their host, for
     tests that install packages. What the agent wrote runs there."""
+
+
+class TinkerSection(Section):
+    """tinker-server: Tinker's API for training loops of other programs (docs/how-to/tinker.md)."""
+
+    port: Port = 8007
+    """Port of the server."""
+    host: str = ""
+    """Address to listen on. Empty: this machine only, and all of a cluster's network in a job
+    group."""
+    name: str = ""
+    """Name of the model for clients, which load the tokenizer of that name. Empty: `model.name`."""
+    max_runs: PositiveInt = 1000
+    """Runs of a client that the server keeps."""
+    resident_runs: PositiveInt = 8
+    """Runs in memory. The run that was used longest ago gives way, and comes back from its file."""
 
 
 class TrackersSection(Section):

@@ -31,10 +31,6 @@ from common.wire.schemas import (
     Int32,
     SampledGroups,
     TakenGroups,
-    TokenSequence,
-    UpdateRequest,
-    ValueRequest,
-    ValueTargets,
 )
 
 MSGPACK = "application/msgpack"
@@ -270,13 +266,6 @@ def _problems(value: object) -> _Problems:
             if isinstance(value, SampledGroups):
                 groups = len(value.groups)
                 yield from _of_length(groups, "groups need as many weights", weights=value.weights)
-        case ValueRequest():
-            yield from _of_items("sequences", value.sequences, _of_sequence)
-            if (value.run_id is None) != (value.step is None):
-                missing = ".run_id" if value.run_id is None else ".step"
-                yield missing, "run_id and step name a critic together: send both or neither"
-        case UpdateRequest():
-            yield from _of_items("rows", value.rows, _of_targets)
 
 
 def _of_items(name: str, items: Sequence[_T], problems: Callable[[_T], _Problems]) -> _Problems:
@@ -386,22 +375,6 @@ def _of_routed_experts(group: Group) -> _Problems:
                 f"{computed} tokens need {size} bytes each, as a token of the prompt has, got "
                 f"{len(completion.routed_experts)} bytes",
             )
-
-
-def _of_sequence(sequence: TokenSequence) -> _Problems:
-    for name in ("prompt_ids", "completion_ids"):
-        if not len(getattr(sequence, name)):
-            yield f".{name}", "a prompt and a completion have at least one token each"
-
-
-def _of_targets(row: ValueTargets) -> _Problems:
-    yield from _of_sequence(row)
-    yield from _of_length(
-        len(row.completion_ids),
-        "tokens need as many numbers",
-        old_values=row.old_values,
-        returns=row.returns,
-    )
 
 
 def _invalid(error: str, content: Any, where: str) -> InvalidInput:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from common.errors import ConfigError, shorten
 from common.models import hub
-from common.process.topology import CRITIC, DATA, ENVIRONMENT, REWARD, ROLLOUT, TRAINER
+from common.process.topology import DATA, ENVIRONMENT, REWARD, ROLLOUT, TRAINER
 from common.settings.rewards import ModelReward
 from jobgroup.doctor.plan import Plan, PlannedTask
 from jobgroup.doctor.report import Result, failed
@@ -32,12 +32,11 @@ def models(plan: Plan) -> dict[str, PlannedTask]:
 
 def _models_of(job: PlannedTask) -> Iterator[str]:
     config = job.config
-    learns = job.name in (TRAINER, CRITIC)
-    if learns or job.name in (ROLLOUT, ENVIRONMENT):
+    if job.name in (TRAINER, ROLLOUT, ENVIRONMENT):
         yield config.model.name
     if job.name == TRAINER and config.algorithm.kl_coef:
         yield config.model.reference
-    if learns and config.algorithm.needs_critic:
+    if job.name == TRAINER and config.algorithm.needs_critic:
         yield config.critic.model
     reward_model = config.reward.function(ModelReward)
     if job.name == REWARD and reward_model is not None:

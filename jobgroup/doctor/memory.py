@@ -11,7 +11,6 @@ from common.models.memory import (
     ModelShape,
     TrainerMemory,
     answers_of_pass,
-    critic_only,
     engine_memory,
     fastest_fit,
     form,
@@ -19,7 +18,7 @@ from common.models.memory import (
     trainer_host_bytes,
     trainer_memory,
 )
-from common.process.topology import CRITIC, ROLLOUT, TRAINER
+from common.process.topology import ROLLOUT, TRAINER
 from common.settings.config import Config
 from jobgroup.doctor.machine import available_memory
 from jobgroup.doctor.plan import Plan, PlannedTask
@@ -38,8 +37,8 @@ _SMALLER = (
 
 
 def check_fit(plan: Plan) -> Iterator[Result]:
-    """Estimates the memory of trainer, critic-server and engines."""
-    jobs = [job for job in plan.here if job.name in (TRAINER, CRITIC, ROLLOUT)]
+    """Estimates the memory of trainer and engines."""
+    jobs = [job for job in plan.here if job.name in (TRAINER, ROLLOUT)]
     if not jobs:
         return
     name = jobs[0].config.model.name
@@ -80,16 +79,12 @@ def _on_gpu(job: PlannedTask, shape: ModelShape, plan: Plan) -> Iterator[Result]
             yield judge_engine("memory of an engine", shape, job.config, size)
         return
 
-    ranks = 1
-    config = critic_only(job.config)
-    if job.name == TRAINER:
-        ranks = job.num_nodes * max(1, min(job.gpus, len(plan.gpus)))
-        config = job.config
-        yield from judge_passes(config)
+    ranks = job.num_nodes * max(1, min(job.gpus, len(plan.gpus)))
     title = f"memory of {job.name}"
-    yield judge_trainer(title, shape, config, ranks, room=size, fix=_SMALLER)
+    yield from judge_passes(job.config)
+    yield judge_trainer(title, shape, job.config, ranks, room=size, fix=_SMALLER)
 
-    if job.name == TRAINER and not plan.inside:
+    if not plan.inside:
         needed = trainer_host_bytes(shape, job.config, ranks, min(ranks, len(plan.gpus)))
         left, bound = available_memory()
         found = f"{gb(needed)} of {gb(left)} {bound}, while a checkpoint is copied"

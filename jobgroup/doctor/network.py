@@ -7,11 +7,26 @@ from operator import attrgetter
 
 import psutil
 
+from common.process.topology import DATA, ENVIRONMENT, REPLAY, REWARD, ROLLOUT, TINKER, TRAINER
 from common.settings.sources import variable
 from jobgroup.doctor.plan import Plan
 from jobgroup.doctor.report import Result
-from jobgroup.scrape import PORTS
 
+_PORTS = {
+    ROLLOUT: (
+        "rollout.agent_port",
+        "rollout.engine_port",
+        "rollout.router_port",
+        "rollout.router_metrics_port",
+    ),
+    DATA: ("data.port",),
+    REWARD: ("reward.port",),
+    REPLAY: ("replay.port",),
+    ENVIRONMENT: ("environment.port",),
+    TRAINER: ("trainer.port",),
+    TINKER: ("tinker.port",),
+}
+"""The settings of the ports on which the nodes of a task listen."""
 _NODE = "127.254.251.1" if psutil.LINUX else "127.0.0.1"
 """Like a node of a local run (`jobgroup/local/placement.py`): on Linux no other server listens on
 this address only."""
@@ -23,7 +38,7 @@ def check_ports(plan: Plan) -> Iterator[Result]:
         return
     free = []
     for job in plan.here:
-        for setting in PORTS.get(job.name, ()):
+        for setting in _PORTS.get(job.name, ()):
             port = attrgetter(setting)(job.config)
             try:
                 # With SO_REUSEADDR: connections that just ended do not count.

@@ -77,8 +77,7 @@ def _flow(shape: ModelShape, config: Config, gpus: int) -> Result:
     """Predicts what a step moves between the tasks, and their host memory, if every answer is as
     long as it may be and the engines have as many GPUs as the trainer.
     """
-    answers = config.trainer.batch_size * config.sampling.group_size
-    tokens = answers * config.sampling.max_new_tokens
+    tokens = config.step_tokens
     replays = config.trainer.routing_replay
     flow = answer_flow(
         config,

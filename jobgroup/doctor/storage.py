@@ -16,7 +16,7 @@ import psutil
 
 from common.errors import ConfigError
 from common.models.memory import ModelShape, state_bytes
-from common.process.topology import CRITIC, DATA, REPLAY, ROLLOUT, TRAINER
+from common.process.topology import DATA, REPLAY, ROLLOUT, TRAINER
 from jobgroup.doctor.plan import Plan, PlannedTask
 from jobgroup.doctor.report import Result, expect, fits, gb
 
@@ -55,14 +55,15 @@ def needs(plan: Plan) -> Iterator[Need]:
         if job.name == REPLAY:
             tokens = job.config.replay.capacity * job.config.sampling.max_new_tokens
             yield Need(folder, "full replay store", tokens * _TOKEN)
-        elif job.name == CRITIC:
-            yield Need(
-                folder, "2 checkpoints of the critic", 2 * state_bytes(job.config) * parameters
-            )
         elif job.name == ROLLOUT and not adapter_only:
             pulled = _PULLED * job.num_nodes * 2 * parameters
             yield Need(folder, f"{_PULLED} pulled versions", pulled)
         elif job.name == TRAINER:
+            if shape and job.config.trainer.routing_replay:
+                # Of all answers that have a slot; a number above 255 takes two bytes.
+                of_token = shape.layers * shape.experts_per_token * (1 + shape.experts // 257)
+                tokens = (job.config.trainer.max_staleness + 1) * job.config.step_tokens
+                yield Need(folder, "experts of the answers", tokens * of_token)
             folder = job.path(job.config.trainer.run_dir or Path("runs") / plan.group)
             for what, size in _trainer_sizes(job, shape).items():
                 yield Need(folder, what, size)
@@ -78,14 +79,13 @@ def _trainer_sizes(job: PlannedTask, shape: ModelShape | None) -> dict[str, int]
         trained = shape.lora_parameters(config.lora.rank, config.lora.target_modules)
 
     kept = config.checkpoint.keep + 2  # the best one, and the one being written
-    if config.algorithm.needs_critic and config.critic.location == "trainer":
+    if config.algorithm.needs_critic:
         kept *= 2
     width = 2 if config.model.dtype == "bfloat16" and job.gpus else 4
     published = trained if config.lora.publishes_adapter else parameters
     recorded = trainer.keep_groups_mb << 20
     if trainer.max_steps:
-        completions = trainer.max_steps * trainer.batch_size * config.sampling.group_size
-        recorded = min(recorded, completions * config.sampling.max_new_tokens * _RECORDED)
+        recorded = min(recorded, trainer.max_steps * config.step_tokens * _RECORDED)
     return {
         f"{kept} checkpoints": kept * state_bytes(config) * trained,
         f"{_VERSIONS} weight versions": _VERSIONS * width * published,

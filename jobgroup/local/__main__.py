@@ -32,7 +32,7 @@ from common.process.storage import make_directory
 from common.process.topology import TRAINER, Topology
 from common.settings.config import Config
 from common.settings.sources import packaged
-from jobgroup import scrape, spec
+from jobgroup import spec
 from jobgroup.local.node import Node
 from jobgroup.local.output import Screen
 from jobgroup.local.placement import Placement, choose_addresses, gpus_of_machine, share_gpus
@@ -148,9 +148,6 @@ def _run(
     made = _make_token(tasks, log_dir)
     for line in [*_notices(tasks, log_dir), *_addresses(group, placement, log_dir, made)]:
         screen.say(line)
-    token_file = _TOKEN_FILE if token() else None  # beside the file
-    scraped = scrape.configuration(group, {"JOBGROUP_HOSTS": placement.text()}, token_file)
-    (log_dir / "prometheus.yml").write_text(scraped, encoding="utf-8")
     _raise_file_limit()
 
     environments = _environments(group, placement)

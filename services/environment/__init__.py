@@ -5,12 +5,12 @@
                                                │ opens a Session for each episode, and runs it with
                                                ▼
                                          EpisodeRunner            runners.py: by environment.name
-                            ┌──────────────────┼────────────────────┐
-                       ClassRunner        OpenEnvRunner        ProgramRunner
-                   python: a class here   openenv: a server    agent: a command or a URL
-                   (class_runner.py)      (openenv.py)         verifiers: a server of ours
-                            │                  │               (program_runner.py)
-                            └─ Session.call ───┤                    │
+                                               ├────────────────────┐
+                                          ClassRunner          ProgramRunner
+                                   python: a class here        agent: a command or a URL
+                                   (class_runner.py)           (program_runner.py)
+                                               │                    │
+                            ┌─ Session.call ───┤                    │
                                                │                    │ POST /sessions/ID/v1/…
                                                │                    ▼
                                                │               app ──► dialects.py: three APIs

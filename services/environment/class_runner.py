@@ -107,13 +107,10 @@ class EpisodeRun:
                 messages=[message.fields for message in self._chat[self._prompt_messages :]],
                 token_ids=sequences[-1].token_ids if sequences else [],
             )
-        elif environment.has_reward is False:
+        elif not environment.has_reward:
             return
         else:
             returned = await self._call("get_reward", partial(self._instance.get_reward))
-            # An OpenEnv server may give no reward: then the run's reward functions grade.
-            if returned is None and not environment.has_reward:
-                return
             reward, components = parse_reward(returned, "get_reward returned")
         reward += sum(self.outcome.turn_rewards)
         if environment.gives_verdicts and reward not in (0.0, 1.0):
@@ -158,8 +155,6 @@ class EpisodeRun:
                     return
                 for tool_call in tool_calls:
                     self._chat.append(await self._tool_result(tool_call))
-                    if self._environment.is_done(self._instance):  # a step of OpenEnv may be last
-                        return
             else:
                 new_messages = await self._step() if self._environment.has_steps else []
                 if not new_messages:

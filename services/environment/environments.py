@@ -45,14 +45,12 @@ class Environment:
     tools: dict[str, Any] = field(default_factory=dict)
     """The functions offered to the model in OpenAI's format, by name."""
     has_steps: bool = False
-    has_reward: bool | None = False
-    """None: it may have no reward; then the run's reward functions grade the answer."""
+    has_reward: bool = False
+    """Otherwise the run's reward functions grade the answer."""
     gives_verdicts: bool = False
     """Whether its rewards say which episodes were right."""
     tool: Callable[[Any, str], Callable[..., Any]] = getattr
     """Returns a tool's function, given the object that `make` returned and the tool's name."""
-    is_done: Callable[[Any], bool] = lambda _: False
-    """Whether a tool has ended the episode."""
     grade: Grade | None = None
     """Gives the reward in place of the environment."""
 

@@ -43,6 +43,7 @@ from services.environment.user_server import PORT, UserServer, is_url
 GRACE_S = 10.0
 """Time in which a program must end by itself after its reward call."""
 _SHOWN_CHARS = 1000
+_START_S = 900.0  # for a container
 _ENGINES_S = 86_400.0
 """Most seconds that an episode is taken to wait for its model: containers that are older were left
 behind."""
@@ -57,7 +58,6 @@ class ProgramRunner(EpisodeRunner):
         slots: maximum concurrent programs; others wait, and their deadline starts later.
         gateway: URL at which programs reach this server.
         section: where commands run.
-        has_reward: whether every episode gives a reward; None: known once an episode gave one.
         plays_tasks: whether the rows name Harbor tasks, which grade their episodes.
 
     Raises:
@@ -73,12 +73,12 @@ class ProgramRunner(EpisodeRunner):
         slots: int,
         gateway: str,
         section: RuntimeSection,
-        has_reward: bool | None = None,
         plays_tasks: bool = False,
     ) -> None:
         self.name = name
         self.tools = {}
-        self.has_reward = has_reward
+        # Otherwise it is known once an episode gave one.
+        self.has_reward = True if plays_tasks else None
         self._folders = Folders()
         self._slots = asyncio.Semaphore(slots)
         self._section = section
@@ -148,7 +148,9 @@ class ProgramRunner(EpisodeRunner):
             if self._plays_tasks:
                 task = await asyncio.to_thread(HarborTask.read, content["columns"])
                 spec = task.spec(spec)
-            container = await self._runtime.start(spec, home)
+            # Its own time: a pod waits for room in its cluster.
+            with session.clock.stopped():
+                container = await asyncio.wait_for(self._runtime.start(spec, home), _START_S)
             try:
                 agent_s = task.settings.agent.timeout_sec if task else None
                 async with session.clock.limit(agent_s):

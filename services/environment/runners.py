@@ -1,22 +1,16 @@
 """The kinds of episodes that `environment.name` can select, each with its runner."""
 
-import shlex
-from pathlib import Path
-
 from common.errors import ConfigError
 from common.settings.sections import EnvironmentSection, RuntimeSection
 from services.environment.class_runner import ClassRunner
 from services.environment.environments import FIELD, Environment
-from services.environment.openenv import OpenEnvRunner
 from services.environment.outcome import EpisodeRunner
 from services.environment.program_runner import ProgramRunner
-from services.environment.user_server import PORT, is_url
+from services.environment.user_server import is_url
 
 _THREADS = 1024
 _PROGRAMS = 64
-_PROGRAM_KINDS = ("agent", "harbor", "verifiers")
-_VERIFIERS = Path(__file__).with_name("verifiers_server.py")
-_VERIFIERS_PYTHON = ".venv-verifiers/bin/python"
+_PROGRAM_KINDS = ("agent", "harbor")
 
 
 def needs_gateway(config: EnvironmentSection) -> bool:
@@ -43,8 +37,6 @@ def load_runner(
         return ClassRunner(environment, config.workers or _THREADS)
 
     slots = config.workers or _PROGRAMS
-    if kind == "openenv":
-        return OpenEnvRunner(name, target, slots, step_rewards=config.step_rewards)
     if kind == "harbor" and (runtime.kind == "local" or is_url(target)):
         raise ConfigError(
             "the agents and tests of Harbor tasks run in containers",
@@ -53,10 +45,6 @@ def load_runner(
             remedy="set it to docker, kubernetes or, for tasks that need only Python and a shell, "
             "sandbox, and write harbor:COMMAND",
         )
-    if kind == "verifiers":
-        python, _, taskset = target.strip().rpartition(" ")
-        target = shlex.join([python.strip() or _VERIFIERS_PYTHON, str(_VERIFIERS), taskset, PORT])
-        runtime = RuntimeSection()
     if kind in _PROGRAM_KINDS:
         return ProgramRunner(
             name,
@@ -64,7 +52,6 @@ def load_runner(
             slots=slots,
             gateway=gateway,
             section=runtime,
-            has_reward=None if kind == "agent" else True,
             plays_tasks=kind == "harbor",
         )
     raise ConfigError(
@@ -72,5 +59,5 @@ def load_runner(
         field=FIELD,
         value=name,
         remedy="use one of python, python:package.module:Class, agent:COMMAND or URL, "
-        "harbor:COMMAND, openenv:COMMAND or URL, verifiers:ID or FILE.toml",
+        "harbor:COMMAND",
     )

@@ -60,7 +60,7 @@ class UserServer:
                 "the command has no {port}, where the server's port belongs",
                 field=FIELD,
                 value=target,
-                remedy="write openenv:uvicorn package.server.app:app --port {port}",
+                remedy="write agent:uvicorn package.server.app:app --port {port}",
             )
         self._folders = Folders()
         self._program: RunningProgram | None = None

@@ -76,7 +76,7 @@ async def test_the_experts_of_a_token_are_distinct() -> None:
 
 
 def test_a_modelled_gpu_that_waits_for_the_host_names_what_the_host_did() -> None:
-    device = Device(seconds_per_token=0.0, clock=1.0)
+    device = Device(seconds_per_token=0.0, clock=1.0, max_staleness=0)
     start = time.perf_counter()
     device.did("take", start, start + 0.5)
     device.did("wait", start, start + 2.0)

@@ -1,4 +1,4 @@
-"""The notebook runs from the first cell to the last and shows curves and a table."""
+"""The notebook runs from the first cell to the last and shows tables."""
 
 import ast
 import json
@@ -34,11 +34,9 @@ def test_every_cell_runs(base_model: Path, tmp_path: Path, monkeypatch: pytest.M
     values = [
         shown("".join(cell["source"]), names) for cell in cells if cell["cell_type"] == "code"
     ]
-    pictures = [value for value in values if hasattr(value, "_repr_png_")]
     tables = [value for value in values if hasattr(value, "_repr_html_")]
-    assert len(pictures) == 1
-    assert len(tables) == 2
-    assert list(tables[1]["step"]) == [1] * 4 + [2] * 4
+    assert len(tables) == 3
+    assert list(tables[2]["step"]) == [1] * 4 + [2] * 4
     assert names["result"].global_step == 2
     assert "shows its working" in names["result"].history[0]["logged"]
 
@@ -52,7 +50,7 @@ def test_the_notebook_is_saved_with_its_outputs() -> None:
     kinds = {
         kind for cell in cells for output in cell["outputs"] for kind in output.get("data", {})
     }
-    assert {"image/png", "text/html"} <= kinds
+    assert "text/html" in kinds
     assert not [
         output for cell in cells for output in cell["outputs"] if output["output_type"] == "error"
     ]

@@ -206,7 +206,6 @@ def test_the_run_directory_tells_the_whole_story(run: Run) -> None:
     config = json.loads((run.directory / "config.json").read_text())
     assert config["trainer"]["max_steps"] == STEPS
     assert config["sampling"]["group_size"] == 8
-    assert (run.directory / "curves.png").read_bytes().startswith(b"\x89PNG")
     samples = run.lines("samples")
     assert len(samples) == STEPS
     assert all(len(sample["completions"]) == 8 for sample in samples)

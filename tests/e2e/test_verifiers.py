@@ -21,6 +21,7 @@ from tests.support.environments.environments import Served, request_for, served
 from tests.support.paths import ROOT
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow]
+SERVER = ROOT / "examples" / "verifiers" / "server.py"
 
 
 def environment(identifier: str, directory: Path) -> str:
@@ -29,7 +30,7 @@ def environment(identifier: str, directory: Path) -> str:
     packages = ROOT / "tests" / "support" / "environments" / "verifiers_environments"
     python.write_text(f'#!/bin/sh\nPYTHONPATH={packages} exec {python_of("verifiers")} "$@"\n')
     python.chmod(0o755)
-    return f"verifiers:{python} {identifier}"
+    return f"agent:{python} {SERVER} {identifier} {{port}}"
 
 
 async def play(
@@ -150,7 +151,8 @@ async def test_another_version_of_verifiers_is_refused(version: str | None, tmp_
     python.write_text(f'#!/bin/sh\nPYTHONPATH={tmp_path} exec {sys.executable} "$@"\n')
     python.chmod(0o755)
     found = f"verifiers {version} is installed" if version else "verifiers is not installed"
-    async with served(f"verifiers:{python} apple-counting", lambda _: "3") as server:
+    name = f"agent:{python} {SERVER} apple-counting {{port}}"
+    async with served(name, lambda _: "3") as server:
         with pytest.raises(ServiceLost, match=rf"{found}.*install verifiers==0\.4\.\*"):
             await play(server, "r")
 

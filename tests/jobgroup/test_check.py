@@ -4,7 +4,7 @@ file and task."""
 import os
 import re
 import subprocess
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -17,7 +17,6 @@ from common.models.memory import (
     trainer_host_bytes,
     trainer_memory,
 )
-from common.process.topology import CRITIC
 from common.settings.config import load
 from jobgroup import spec
 from jobgroup.local.placement import share_gpus
@@ -26,9 +25,9 @@ from tests.support.models.model_shapes import GPU, QWEN_05B, QWEN_7B
 from tests.support.paths import ROOT
 
 PYTHON = ROOT / ".venv-sky" / "bin" / "python"
-MAIN, CPU, PPO, ONEBOX, ONEGPU, LARGE, SPOT, TOOLS = (
+MAIN, CPU, ONEBOX, ONEGPU, LARGE, SPOT, TOOLS = (
     ROOT / "jobgroup" / f"rlhf-math{kind}-jobgroup.yaml"
-    for kind in ("", "-cpu", "-ppo", "-onebox", "-onegpu", "-7b", "-spot", "-tools")
+    for kind in ("", "-cpu", "-onebox", "-onegpu", "-7b", "-spot", "-tools")
 )
 GPU_BYTES = {"A100-80GB": 80 * 10**9, "H100": 80 * 10**9, "H200": 141 * 10**9, "B200": 180 * 10**9}
 VOLUMES = [f"--volume={path}" for path in sorted((ROOT / "jobgroup" / "volumes").glob("*.yaml"))]
@@ -300,7 +299,7 @@ def test_the_job_groups_of_the_project_are_valid(tmp_path: Path) -> None:
     assert status == 0, output
     assert "PROBLEM" not in output
     assert "WARNING" not in output
-    for path in (MAIN, CPU, PPO, ONEBOX, ONEGPU, LARGE, SPOT, TOOLS):
+    for path in (MAIN, CPU, ONEBOX, ONEGPU, LARGE, SPOT, TOOLS):
         label = re.escape(f"jobgroup/{path.name}")
         assert re.search(rf"(?m)^{label}\n  VALID$", output), output
         for variant in ["with the image", *([] if path == CPU else ["without volumes"])]:
@@ -395,34 +394,6 @@ def test_the_cpu_job_group_is_the_main_one_on_a_small_scale(
         assert makes_model == (task.name in ("rollout-server", "ppo-trainer"))
 
 
-def test_the_ppo_job_group_is_the_main_one_with_a_critic_server(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.chdir(ROOT)
-    group, main = spec.load(PPO), spec.load(MAIN)
-    critic = group.task(CRITIC, "")
-    settings = {"RLHF_ALGORITHM__NAME": "ppo", "RLHF_CRITIC__LOCATION": "server"}
-    for task, other in zip(
-        [task for task in group.tasks if task != critic], main.tasks, strict=True
-    ):
-        here, there = task.without_volumes(), other.without_volumes()
-        assert replace(here, env=dict(here.env)) == replace(there, env=dict(there.env) | settings)
-    trainer = main.task(TRAINER, "").without_volumes()
-    assert replace(critic, env=trainer.env, on_volumes=trainer.on_volumes) == replace(
-        trainer,
-        name=CRITIC,
-        num_nodes=1,
-        primary=False,
-        run="exec .venv/bin/python -m services.critic",
-    )
-    assert dict(critic.without_volumes().env) == dict(trainer.env) | settings
-    for task in group.tasks:
-        config = load([], dict(task.env))
-        assert config.algorithm.needs_critic
-        assert config.critic.location == "server"
-    assert f"Port {config.critic.port}." in PPO.read_text(encoding="utf-8")
-
-
 @pytest.mark.parametrize("path", [ONEBOX, ONEGPU, LARGE, SPOT])
 def test_a_variant_differs_from_the_main_job_group_only_in_size(path: Path) -> None:
     (header, *tasks), (main_header, *main_tasks) = (
@@ -447,7 +418,7 @@ def test_a_variant_differs_from_the_main_job_group_only_in_size(path: Path) -> N
     ).count("# image\n")
 
 
-@pytest.mark.parametrize("path", [MAIN, CPU, PPO, ONEBOX, ONEGPU, LARGE, SPOT, TOOLS])
+@pytest.mark.parametrize("path", [MAIN, CPU, ONEBOX, ONEGPU, LARGE, SPOT, TOOLS])
 def test_all_tasks_load_the_same_settings(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each process would load exactly these settings. Apart from folders, they are the same in all
     tasks."""
@@ -493,7 +464,7 @@ def test_the_large_variant_fits_its_gpus_and_nodes(monkeypatch: pytest.MonkeyPat
     assert trainer_memory(QWEN_7B, without, ranks).total > FITS_SHARE * GPU
 
 
-@pytest.mark.parametrize("path", [MAIN, PPO, ONEBOX, ONEGPU, LARGE, SPOT, TOOLS])
+@pytest.mark.parametrize("path", [MAIN, ONEBOX, ONEGPU, LARGE, SPOT, TOOLS])
 def test_the_model_fits_every_gpu_that_skypilot_may_choose(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -525,4 +496,3 @@ def test_the_tiny_ppo_settings_are_the_tiny_ones_with_a_critic() -> None:
         ["--config", str(ROOT / "jobgroup" / "configs" / "tiny-ppo-cpu.yaml")], {}
     ).model_dump()
     assert {name for name in ppo if ppo[name] != small[name]} == {"algorithm", "critic"}
-    assert ppo["critic"]["location"] == "trainer"

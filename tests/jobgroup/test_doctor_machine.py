@@ -114,6 +114,33 @@ def test_a_store_that_does_not_fit_on_the_disk_fails_with_the_numbers(tmp_path: 
     )
 
 
+def test_the_experts_of_routing_replay_are_part_of_the_trainers_disk(tmp_path: Path) -> None:
+    """One byte for each of 48 × 8 experts of a token, for the answers of two steps."""
+    env = {
+        "RLHF_TRAINER__ROUTING_REPLAY": "true",
+        "RLHF_TRAINER__MAX_STALENESS": "1",
+        "BATCH_SIZE": "512",
+        "RLHF_SAMPLING__GROUP_SIZE": "16",
+        "RLHF_SAMPLING__MAX_NEW_TOKENS": "8192",
+    }
+    plan = plan_of(tmp_path, {"ppo-trainer": ""}, env=env)
+    plan.shapes[plan.here[0].config.model.name] = {
+        "model_type": "qwen3_moe",
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "moe_intermediate_size": 768,
+        "num_hidden_layers": 48,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "vocab_size": 151_936,
+    }
+    sizes = {need.what: need.size for need in storage.needs(plan)}
+    assert sizes["experts of the answers"] == 2 * 512 * 16 * 8192 * 48 * 8
+
+
 @linux
 def test_sqlite_in_memory_or_on_a_network_is_a_warning(tmp_path: Path) -> None:
     result = storage.check_folder(Path("/dev/shm/state"), sqlite=True)  # noqa: S108
@@ -158,7 +185,7 @@ def test_a_thread_per_core_in_every_process_is_a_warning(tmp_path: Path) -> None
 @pytest.mark.integration
 def test_two_processes_add_over_loopback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "COLLECTIVE_S", 240.0)
-    plan = plan_of(tmp_path, {"critic-server": ""})
+    plan = plan_of(tmp_path, {"ppo-trainer": ""})
     result = _only(perform({"all_reduce": lambda: machine.check_collective(plan)}, 300))
     assert (result.name, result.state) == ("all_reduce", "ok")
     assert result.found.startswith("2 processes over gloo")
@@ -171,7 +198,7 @@ def test_gloo_on_an_interface_that_does_not_exist_fails(
 ) -> None:
     monkeypatch.setattr(machine, "COLLECTIVE_S", 240.0)
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nosuch0")
-    plan = plan_of(tmp_path, {"critic-server": ""})
+    plan = plan_of(tmp_path, {"ppo-trainer": ""})
     result = _only(perform({"all_reduce": lambda: machine.check_collective(plan)}, 300))
     assert result.state == "fail"
     assert "nosuch0" in result.found

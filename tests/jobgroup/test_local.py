@@ -256,12 +256,9 @@ def test_follow_relays_bytes_as_they_are(local: "LocalRun") -> None:
 
 
 def test_a_low_limit_of_open_files_is_raised(local: "LocalRun") -> None:
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (1024, hard))
-    try:
-        local.run(f"{HEADER}---\nname: main\nrun: ulimit -n\n")
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    local.start(f"{HEADER}---\nname: main\nrun: ulimit -n\n", open_files=1024)
+    local.finish()
     assert local.log("main-0").strip() == str(8192 if hard < 0 else min(8192, hard))
 
 

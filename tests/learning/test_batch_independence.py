@@ -18,7 +18,6 @@ from learning.attention import unpackable
 from learning.batch_independence import check_batch_independence, fix_rotary_factors
 from learning.layout import Padded
 from learning.ranks import Ranks
-from services.critic.model import load_value_model
 from services.engine.engine import Engine
 from services.engine.jobs import GenerationJob, SamplingParams
 from services.engine.model import Model
@@ -26,6 +25,7 @@ from tests.support.models.families import FAMILIES
 from tests.support.models.tiny_models import KINDS, make
 from trainer.policy.policy import Policy
 from trainer.policy.scorer import Scorer
+from trainer.policy.value_model import load_value_model
 
 ORIGINAL, POSITIONS = 24, 128
 FACTORS = {"short_factor": [1.0, 1.1, 1.2, 1.5], "long_factor": [1.0, 3.0, 8.0, 20.0]}

@@ -17,11 +17,11 @@ from learning.attention import unpackable
 from learning.layout import Packed, Padded, layout_for
 from learning.ranks import Ranks
 from learning.sharding import prepare
-from services.critic.model import load_value_model
 from tests.support.batches.groups import off_policy_groups, whole, with_algorithm
 from tests.support.models.rows_alone import ROWS, alone, assert_same, results, rows, sizes
 from tests.support.models.tiny_models import MLA, make
 from trainer.policy.policy import Policy
+from trainer.policy.value_model import load_value_model
 
 WINDOWS: dict[str, Any] = {
     "sliding_window": 5,

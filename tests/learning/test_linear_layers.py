@@ -23,7 +23,6 @@ from learning.layout import Packed, Padded, layout_for
 from learning.linear_layers import LinearLayer, StateRows, continues_states
 from learning.ranks import Ranks
 from learning.sharding import prepare
-from services.critic.model import ValueModel
 from tests.support.batches.groups import VOCABULARY
 from tests.support.batches.sharding import run_cases
 from tests.support.models.rows_alone import ROWS, alone, assert_same, results, rows, sizes
@@ -31,6 +30,7 @@ from tests.support.models.tiny_models import HYBRIDS, make, write
 from tests.support.workers.sharded_policies import learned
 from trainer.policy.policy import Policy
 from trainer.policy.scorer import Scorer
+from trainer.policy.value_model import ValueModel
 
 
 def hybrid(kind: str) -> PreTrainedModel:

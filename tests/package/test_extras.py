@@ -20,9 +20,8 @@ PROGRAMS: dict[str, tuple[list[str], set[str]]] = {
     "services.replay": (["services"], set()),
     "services.rollout": (["rollout"], set()),
     "services.engine": (["rollout", "trainer"], set()),
-    "services.critic": (["trainer"], set()),
-    # setup.sh adds transformers, for the tokenizer; verifiers is in an environment of its own.
-    "services.environment": (["services"], {"transformers", "verifiers"}),
+    # setup.sh adds transformers, for the tokenizer.
+    "services.environment": (["services"], {"transformers"}),
     "trainer": (["trainer"], {"mlflow", "tensorboard", "trackio", "wandb"}),  # extras of their own
 }
 """The extras of every program, and the packages that it needs only if they are asked for."""

@@ -142,7 +142,6 @@ CALLS = [
     ("replay", "/groups/take", b'{"count":%s}'),
     ("data", "/pass_rates", b'{"prompt_ids":%s,"pass_rates":[0.5],"request_id":"a"}'),
     ("data", "/seek", b"%s"),
-    ("critic", "/restore", b'{"run_id":%s}'),
     (
         "environment",
         "/episodes",

@@ -20,7 +20,6 @@ from common.errors import ConfigError, ServiceError
 from common.process.logs import setup_logging
 from common.process.security import SecretRedactor, accepts, authorization, is_loopback, token
 from services.http.app import Server, create_app
-from tests.support.runs.no_curves import no_curves
 from tests.support.services.apps import SERVICES, make, tiny
 from trainer import train_in_process
 from trainer.backends.server import BackgroundServer
@@ -217,7 +216,6 @@ def test_loopback_hosts_are_recognised(host: str, own: bool) -> None:
 def test_training_in_one_process_goes_on_with_a_token(
     secret: str, base_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    no_curves(monkeypatch)
     config = tiny(base_model, tmp_path)
     said = io.StringIO()
     assert train_in_process(config, Console(file=said)).is_dir()

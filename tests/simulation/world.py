@@ -462,9 +462,8 @@ class World:
                 step += 1
                 self.trained += [(step, item.group) for item in groups if not item.reused]
                 self.story.say(f"step {step}: {[item.group.position for item in groups]}")
-                finish = rollouts.start_acknowledging(batch)
+                rollouts.start_acknowledging(batch)
                 served = self._publish(loop, step)
-                finish()
                 rollouts.free_slots(batch, when=served)
                 if self.rng.random() < 0.5:
                     self.saved = Checkpoint(step, rollouts.progress)

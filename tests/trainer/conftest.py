@@ -1,7 +1,6 @@
 """Shared fixtures of the trainer's tests."""
 
 import itertools
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -10,7 +9,6 @@ import pytest
 from common.settings.config import Config, load
 from services.reward.pool import ForkServer, WorkerSpec
 from tests.support.paths import ROOT
-from tests.support.runs.no_curves import PLOTS, no_curves
 from tests.support.runs.small_run import small_run
 
 
@@ -56,21 +54,6 @@ def settings(base_model: Path, tmp_path: Path) -> Callable[..., Config]:
         return load([*words, *more], {})
 
     return make
-
-
-@pytest.fixture(scope="module", autouse=True)
-def without_curves() -> Iterator[None]:
-    """Leaves out the pictures at the end of runs; a test that looks at one has the fixture
-    `curves`."""
-    with pytest.MonkeyPatch.context() as patch:
-        no_curves(patch)
-        yield
-
-
-@pytest.fixture
-def curves(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lets the runs of a test draw."""
-    monkeypatch.delitem(sys.modules, PLOTS)
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -252,7 +252,7 @@ def test_graders_that_do_not_start_end_the_run(
 def test_an_environments_server_that_does_not_start_ends_the_run(
     settings: Callable[..., Config],
 ) -> None:
-    config = settings("--environment.name", "openenv:sh -c 'echo no game here; exit 3' {port}")
+    config = settings("--environment.name", "agent:sh -c 'echo no game here; exit 3' {port}")
     with pytest.raises(
         ServiceLost,
         match=r"failed starts: 5; sh ended with status 3 before it answered: no game here",

@@ -16,7 +16,7 @@ from torch import Tensor
 from common.errors import ConfigError
 from common.process.topology import TRAINER, Topology
 from common.settings.config import Config
-from common.wire.schemas import Completion, Float32, Group, Int32, ValueTargets
+from common.wire.schemas import Completion, Float32, Group, Int32
 from learning.batching import Indices, Sizes
 from learning.layout import Layout, moved
 from learning.ranks import Ranks
@@ -271,21 +271,6 @@ class Batch:
             scored=np.array(self.lengths),
             owners=self.owners,
         )
-
-    def value_targets(self) -> dict[int, ValueTargets]:
-        """Returns the critic's training data of the rows here, whose columns may lack others."""
-        assert self.values is not None
-        assert self.returns is not None
-        return {
-            i: ValueTargets(
-                prompt_ids=row.prompt_ids,
-                completion_ids=row.completion_ids,
-                old_values=self.values[i],
-                returns=self.returns[i],
-                weight=self.rows[i].weight,
-            )
-            for i, row in self.tokens.items()
-        }
 
     def start_logprobs(self, rows: Iterable[int]) -> Float32:
         """Returns the log-probabilities of some rows, one after the other, under the policy before

@@ -138,7 +138,6 @@ class ModelEvaluator:
         reward_fn: Any,
         k: int = 1,
         reward_weights: Sequence[float] | None = None,
-        near_duplicates: bool = False,
     ) -> EvaluationResults:
         """Generates a greedy answer to every problem, and k samples when k is above 1, and grades
         them.
@@ -148,8 +147,6 @@ class ModelEvaluator:
             reward_fn: grades the answers; as for `OnlineRLTrainer`.
             k: samples per problem for pass@k, avg@k and maj@k.
             reward_weights: weight of each of several reward functions; 1 each when None.
-            near_duplicates: also look for problems that share 13 words in a row with one that the
-                model was trained on.
 
         Warnings say how many of the problems the model was trained on, and whether it was trained
         on prompts of another form (another system prompt), as far as its directory tells.
@@ -163,23 +160,19 @@ class ModelEvaluator:
         rewards = as_rewards(reward_fn)
         section = RewardSection().for_objects(weights_of(rewards, reward_weights))
         trained_on = None
-        resembles = None
         if not self._served:
             trained = TrainedPrompts.of(self.model)
             changes = trained.other_style(PromptStyle.of(self._config))
             if changes:
                 _log.warning("%s: trained on prompts of another form: %s", self.model, changes)
             trained_on = trained.contain(prompts)
-            if near_duplicates:
-                resembles = trained.resemble(prompts)
-        text = leak(trained_on, resembles)
+        text = leak(trained_on)
         if text:
             _log.warning("%s: %s", self.model, text)
 
         with LoopThread() as loop:  # also inside a running event loop (a notebook)
             results = loop.call(self._evaluate(prompts, rewards, k, section))
         results["trained_on"] = trained_on
-        results["resembles_training"] = resembles
         return results
 
     async def _evaluate(

@@ -1,7 +1,6 @@
 """Writes the model card of a run, and pushes models to the Hugging Face hub."""
 
 import json
-import shutil
 from pathlib import Path
 
 from common import Json
@@ -18,7 +17,7 @@ _OMITTED = ("name", "run_dir", "port")
 
 
 def write_card(target: Path, run_dir: Path, problems: int) -> None:
-    """Writes a saved model's README.md: data, settings, curves, and accuracy with its interval.
+    """Writes a saved model's README.md: data, settings, and accuracy with its interval.
 
     Args:
         target: directory of the model.
@@ -35,11 +34,6 @@ def write_card(target: Path, run_dir: Path, problems: int) -> None:
         first = metrics[0]["reward"]
         last = metrics[-1]["reward"]
         rewards = f"Mean reward in training: {first:.3f} at the first step, {last:.3f} at the last."
-    curves = ""
-    if (run_dir / "curves.png").exists():
-        if not target.samefile(run_dir):
-            shutil.copy(run_dir / "curves.png", target)
-        curves = "![curves](curves.png)"
     is_on_hub = "/" in base and not Path(base).exists()
     text = _CARD.format(
         base_model=f"base_model: {json.dumps(base)}\n" if is_on_hub else "",
@@ -54,7 +48,6 @@ def write_card(target: Path, run_dir: Path, problems: int) -> None:
         functions=functions,
         results="\n".join(_results(read_lines(run_dir / "evaluations.jsonl"))),
         rewards=rewards,
-        curves=curves,
         settings="\n".join(_changed_settings(config)),
     )
     (target / "README.md").write_text(text, encoding="utf-8")
@@ -81,8 +74,6 @@ Reward functions: {functions}.
 {results}
 
 {rewards}
-
-{curves}
 
 ## Settings
 

@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
     from trainer.backends.in_process import Problems
 
-_NOT_THE_MODEL = ("trainer_state.json", "state", "critic", "critic-server", "reference")
+_NOT_THE_MODEL = ("trainer_state.json", "state", "critic", "reference")
 """Content of a checkpoint besides the model."""
 
 
@@ -340,7 +340,7 @@ class OnlineRLTrainer:
         self._callbacks.hooks.add_callback(callback)
 
     def train(self, resume_from_checkpoint: bool | str | Path | None = None) -> TrainResult:
-        """Trains, and writes metrics, samples, curves and checkpoints to `output_dir`.
+        """Trains, and writes metrics, samples and checkpoints to `output_dir`.
 
         A second call trains for as many steps again; after an interruption, it continues from the
         newest checkpoint.
@@ -518,17 +518,6 @@ class OnlineRLTrainer:
         name = repo_id or config.hub_model_id or self.output_dir.resolve().name
         private = config.hub_private_repo if private is None else private
         return push(saved, name, private=private, token=token)
-
-    def plot(self) -> Any:
-        """Returns the curves of the run so far, which a notebook shows; `figure` is matplotlib's
-        figure.
-        """
-        from trainer.observe.plots import curves  # heavy: matplotlib
-
-        return curves(
-            read_lines(self.output_dir / "metrics.jsonl"),
-            read_lines(self.output_dir / "evaluations.jsonl"),
-        )
 
     def samples(self, step: int | None = None) -> Any:
         """Returns one group of each step, or of `step`, as a DataFrame: step, prompt, completion,

@@ -80,12 +80,10 @@ def link_checkpoint(directory: Path, checkpoint: Path) -> None:
 
 
 def remove_run(directory: Path) -> None:
-    """Removes the run in `directory`, together with its curves. Raises ConfigError while it is
-    running.
-    """
+    """Removes the run in `directory`. Raises ConfigError while it is running."""
     with RunLock(directory, "that empties it", "output_dir"):
         links = [link.name for link in directory.glob("checkpoint-*") if link.is_symlink()]
-        for name in (*_CONTENT, "curves.png", *links):
+        for name in (*_CONTENT, *links):
             path = directory / name
             if path.is_dir() and not path.is_symlink():
                 shutil.rmtree(path)

@@ -245,7 +245,7 @@ class TrainerConfig(ArgumentsOfOneProcess, BaseModel):
     """Generate and compute the update in bfloat16; needs use_gpu. The weights that are trained stay
     float32."""
     output_dir: Path | None = row(None, "trainer.run_dir", "computed")
-    """Directory of metrics, samples, curves and checkpoints; a new `outputs/TRAINER_TYPE-DATE-TIME`
+    """Directory of metrics, samples and checkpoints; a new `outputs/TRAINER_TYPE-DATE-TIME`
     when unset."""
     overwrite_output_dir: bool = False
     """Remove an earlier run in output_dir; otherwise it is an error."""
@@ -660,7 +660,6 @@ def _decided_elsewhere(name: str) -> bool:
         "data": rest not in ("curriculum", "prompt_template"),
         "reward": rest not in ("workers", "function_timeout_s", "require_stop"),
         "rollout": rest not in ("max_running_requests", *OWN_SGLANG),
-        "critic": rest == "location",
     }.get(section, False)
 
 

@@ -6,5 +6,6 @@
 - `history`: the models at a step, from a checkpoint and the recorded updates after it.
 - `completions`: what the engine samples again. `episodes`: episodes that are played again.
 - `grading`: what the reward functions say again.
+- `certify`: drawn steps, and the record that others can check.
 - `comparison`: the outcome of a stage, and what counts as equal.
 """

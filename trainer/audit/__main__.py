@@ -2,6 +2,7 @@
 rewards, advantages, gradients and weights.
 """
 
+import json
 import os
 import subprocess
 import sys
@@ -9,10 +10,12 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 
 from common.process import watchdog
 from common.process.cli import CommandParser, positive, run
+from common.process.storage import storing
 from trainer.audit.comparison import STAGES, StageOutcome
 from trainer.observe.run_dir import check_run
 
@@ -20,6 +23,8 @@ _EPILOG = """\
 examples:
   rlhf audit runs/demo-seed0 --step 12
   rlhf audit runs/demo-seed0 --step 12 --stages completions rewards
+  rlhf audit runs/demo-seed0 --certify certificate.json --seed "drawn in public" --count 5
+  rlhf audit runs/demo-seed0/checkpoints/step_000060 --check certificate.json
 
 The run must have been made with trainer.audit true. Each stage is re-executed from what the run
 recorded, and compared bit for bit; where bits cannot be compared, the line says why and states the
@@ -37,11 +42,38 @@ _STAGES_BY_WORD = {stage.replace(" ", "-"): stage for stage in STAGES}
 
 def parser() -> CommandParser:
     """Returns the command line."""
-    usage = "RUN_DIR --step STEP [--stages STAGE …]"
+    usage = (
+        "RUN_DIR --step STEP [--stages STAGE …]\n"
+        "       rlhf audit RUN_DIR --certify FILE --seed SEED [--count N]\n"
+        "       rlhf audit WEIGHTS_DIR --check FILE"
+    )
     made = CommandParser("rlhf audit", __doc__ or "", usage, _EPILOG)
     made.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="directory of the run")
+    what = made.add_mutually_exclusive_group(required=True)
+    what.add_argument("--step", type=positive, metavar="STEP", help="the step to re-execute")
+    what.add_argument(
+        "--certify",
+        type=Path,
+        metavar="FILE",
+        help="re-execute steps that --seed draws, and write a record of it",
+    )
+    what.add_argument(
+        "--check",
+        type=Path,
+        metavar="FILE",
+        help="whether such a record holds for the published weights in a directory",
+    )
+    made.add_argument("--seed", metavar="SEED", help="any text, from whoever wants to know")
     made.add_argument(
-        "--step", type=positive, required=True, metavar="STEP", help="the step to re-execute"
+        "--count", type=positive, default=3, metavar="N", help="steps to draw (default 3)"
+    )
+    made.add_argument(
+        "--recorded-tools",
+        action="store_true",
+        help="of episodes, take what the tools said from the record and do not call them",
+    )
+    made.add_argument(
+        "--json", type=Path, metavar="FILE", help="write the outcomes of --step there, too"
     )
     made.add_argument(
         "--stages",
@@ -59,7 +91,27 @@ def main(argv: list[str] | None = None) -> None:
     missing or damaged.
     """
     words = sys.argv[1:] if argv is None else argv
-    arguments = parser().parse_args(words)
+    made = parser()
+    arguments = made.parse_args(words)
+    if arguments.check:
+        from trainer.audit.certify import check_certificate
+
+        raise SystemExit(check_certificate(arguments.check, arguments.run_dir))
+    if arguments.certify:
+        if not arguments.seed:
+            made.error("the following arguments are required: --seed")
+        check_run(arguments.run_dir)
+        from trainer.audit.certify import certify  # torch: slow to import
+
+        more = ["--recorded-tools"] if arguments.recorded_tools else []
+        status = certify(
+            arguments.run_dir,
+            arguments.seed,
+            arguments.count,
+            output=arguments.certify,
+            more=more,
+        )
+        raise SystemExit(status)
     stages = [stage for word, stage in _STAGES_BY_WORD.items() if word in arguments.stages]
     is_one_of_several = _RANK in os.environ
     check_run(arguments.run_dir)
@@ -68,7 +120,13 @@ def main(argv: list[str] | None = None) -> None:
         from trainer.audit.replay import StepReplay  # torch: slow to import
 
         watchdog.at("reading the record")
-        replay = StepReplay(arguments.run_dir, arguments.step, stages, tell=_print_outcome)
+        replay = StepReplay(
+            arguments.run_dir,
+            arguments.step,
+            stages,
+            tell=_print_outcome,
+            recorded_tools=arguments.recorded_tools,
+        )
         start = replay.recorded.start
         setup = start.setup
         if not is_one_of_several:
@@ -87,7 +145,13 @@ def main(argv: list[str] | None = None) -> None:
         with replay.ranks() as rank:
             outcomes = replay.run(rank)
             rank.barrier()
-    raise SystemExit(_conclude(outcomes) if rank.is_rank_zero else 0)
+    if not rank.is_rank_zero:
+        raise SystemExit(0)
+    if arguments.json:
+        content = json.dumps([asdict(outcome) for outcome in outcomes], indent=1)
+        with storing(arguments.json.name, arguments.json, "--json", "make room"):
+            arguments.json.write_text(content, encoding="utf-8")
+    raise SystemExit(_conclude(outcomes))
 
 
 @contextmanager

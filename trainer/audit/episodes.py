@@ -20,10 +20,11 @@ from services.environment.session import Session
 from services.environment.template import Template
 from trainer.audit.comparison import StageOutcome, first_difference
 from trainer.audit.engine import Request
-from trainer.audit.grading import GradedAnswer, answer_of_episode, row_of
+from trainer.audit.grading import GradedAnswer, answer_of_episode
 from trainer.audit.recorded import RecordedStep
 from trainer.policy.scorer import load_tokenizer
 from trainer.rollouts.episodes import episode_request
+from trainer.rollouts.requests import row_of
 
 
 @dataclass

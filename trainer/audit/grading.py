@@ -5,16 +5,13 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import httpx
-
-from common.clients.reward import RewardClient
 from common.errors import ServiceError
 from common.settings.config import Config
-from common.wire.schemas import Completion, Group, Prompt, RewardItem, RewardResult
-from services.reward.app import create_reward_app
+from common.wire.schemas import Completion, Prompt, RewardItem, RewardResult
+from services.reward.service import RewardService
 from trainer.audit.comparison import StageOutcome
 from trainer.audit.recorded import RecordedStep
-from trainer.rollouts.requests import GeneratedAnswer, reward_items
+from trainer.rollouts.requests import GeneratedAnswer, reward_items, row_of
 
 _MAX_GRADE = 1024
 """Maximum number of answers in one call."""
@@ -31,15 +28,6 @@ class GradedAnswer:
     """With its recorded grade."""
     of_turns: float = 0.0
     """The part of the recorded reward that the environment gave for single turns."""
-
-
-def row_of(group: Group, rows: Mapping[str, Prompt]) -> Prompt:
-    """Returns the row of a group as the run recorded it, with the further columns that it has in
-    the data set.
-    """
-    own = {"prompt": group.prompt, "ground_truth": group.ground_truth}
-    row = rows.get(group.prompt_id)
-    return row.model_copy(update=own) if row else Prompt(id=group.prompt_id, **own)
 
 
 def answers_of_groups(recorded: RecordedStep, rows: Mapping[str, Prompt]) -> list[GradedAnswer]:
@@ -106,18 +94,14 @@ def graded_again(config: Config, answers: Sequence[GradedAnswer]) -> StageOutcom
 
 
 def _grade(config: Config, items: list[RewardItem]) -> list[RewardResult]:
-    """Returns the results of a reward-server in this process."""
+    """Returns the results of the reward-server's own functions and workers."""
 
     async def grade() -> list[RewardResult]:
-        app = create_reward_app(config.reward, config.max_body_mb << 20)
-        transport = httpx.ASGITransport(app)
-        client = RewardClient("reward-server", "http://in-process", transport=transport)
-        async with app.router.lifespan_context(app), client:
-            found: list[RewardResult] = []
+        found: list[RewardResult] = []
+        async with RewardService(config.reward) as service:
             for start in range(0, len(items), _MAX_GRADE):
-                (results,) = await client.grade_all([items[start : start + _MAX_GRADE]])
-                found += results
-            return found
+                found += await service.score(items[start : start + _MAX_GRADE])
+        return found
 
     return asyncio.run(grade())
 

@@ -107,8 +107,7 @@ class WeightHistory:
             state = checkpoint.load_state(self._ranks.broadcast(body), self.saved)
             self.policy = Policy.restore(self._config, self._ranks, self.saved, state)
         self.reference = Reference(self.policy, self.saved)
-        self.critic = value_function(self._config, self._ranks)
-        self.critic.restore(self.saved)
+        self.critic = value_function(self._config, self._ranks, self.saved)
 
     def advance(self) -> Reexecuted:
         """Re-executes the next step. A collective. Raises ConfigError when its record is missing,

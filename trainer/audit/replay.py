@@ -1,6 +1,6 @@
 """Re-executes a recorded step on this rank, stage by stage. Rank 0 compares."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -33,6 +33,7 @@ class StepReplay:
         step: the step to re-execute.
         stages: those to compare.
         tell: receives each outcome as soon as it is known, on rank 0.
+        recorded_tools: of episodes, take what the tools said from the record and call none.
 
     Raises ConfigError when the record is missing or damaged.
     """
@@ -41,6 +42,7 @@ class StepReplay:
     step: int
     stages: Sequence[Stage]
     tell: Callable[[StageOutcome], None]
+    recorded_tools: bool = False
     outcomes: list[StageOutcome] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -96,8 +98,7 @@ class StepReplay:
             return
         played: PlayedAgain | None = None
         if is_episodes and self._ranks.is_rank_zero:
-            stops = stop_token_ids(history.policy.model, load_tokenizer(self._config.model))
-            played = play_again(self.recorded, self._config, rows, stops)
+            played = self._played(history, rows)
         completions = self._completions(played)
         if not self._bring_to_step(history, completions):
             return  # with other weights, no later stage can be compared
@@ -110,6 +111,14 @@ class StepReplay:
             watchdog.at(f"re-executing step {self.step}")
             for outcome in self._compared(history.advance()):
                 self._add(outcome)
+
+    def _played(self, history: WeightHistory, rows: Mapping[str, Prompt]) -> PlayedAgain:
+        """Returns the episodes of the step, played again unless the record is to do."""
+        if self.recorded_tools:
+            reason = "what the tools said is taken from the record"
+            return PlayedAgain(StageOutcome("episodes", "not compared", reason))
+        stops = stop_token_ids(history.policy.model, load_tokenizer(self._config.model))
+        return play_again(self.recorded, self._config, rows, stops)
 
     def _loaded(self) -> WeightHistory | None:
         """Returns the models of the oldest version that is needed; None if their checkpoint is

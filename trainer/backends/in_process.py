@@ -14,7 +14,6 @@ from fastapi import FastAPI
 from rich.console import Console
 
 from common.clients.base import Client
-from common.clients.critic import CriticClient
 from common.clients.data import DataClient
 from common.clients.environment import EnvironmentClient
 from common.clients.replay import ReplayClient
@@ -25,7 +24,6 @@ from common.process.security import tls
 from common.settings.config import Config
 from common.wire.schemas import Prompt
 from learning.device import choose_device
-from services.critic.app import create_critic_app
 from services.data.app import create_data_app
 from services.data.loaders import load_split
 from services.engine.app import make_app
@@ -241,10 +239,6 @@ class InProcessBackend(Backend):
             services.environment = client(EnvironmentClient, environment)
             if not is_serving:
                 to_start.append(environment)
-        if config.algorithm.needs_critic and config.critic.location == "server":
-            critic = create_critic_app(config)
-            services.critic = client(CriticClient, critic)
-            to_start.append(critic)
 
         for app in to_start:
             await apps.enter_async_context(app.router.lifespan_context(app))

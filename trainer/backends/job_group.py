@@ -4,7 +4,6 @@ from functools import partial
 from typing import Any, Literal, TypeVar
 
 from common.clients.base import Client
-from common.clients.critic import CriticClient
 from common.clients.data import DataClient
 from common.clients.environment import EnvironmentClient
 from common.clients.replay import ReplayClient
@@ -33,6 +32,8 @@ from trainer.weights.sync import WeightPublisher
 from trainer.weights.transfer import BackendName, Rendezvous
 
 _C = TypeVar("_C", bound=Client)
+_READERS = 4
+"""Most processes that read answers, which start as they are needed: many answers end together."""
 _READ_APART_TOKENS = 1 << 20
 """A process of its own reads the engines' answers if those of a step have so many tokens: in rank 0
 they would take Python's lock for .3 s, and the update beside it would wait."""
@@ -161,18 +162,14 @@ def _clients(config: Config, topology: Topology, context: BackendContext) -> Ser
         reward=client(RewardClient, names.REWARD, config.reward.port),
         replay=client(ReplayClient, names.REPLAY, config.replay.port),
     )
-    sampling = config.sampling
-    tokens = config.trainer.batch_size * sampling.group_size * sampling.max_new_tokens
     # With the experts of its tokens an answer is a hundred times as long.
     replays = config.trainer.routing_replay
-    if tokens >= (_READ_APART_TOKENS // 100 if replays else _READ_APART_TOKENS):
-        readers = helper_processes(2 if replays else 1)
-        services.rollout.receives_few = replays
+    if config.step_tokens >= (_READ_APART_TOKENS // 100 if replays else _READ_APART_TOKENS):
+        readers = helper_processes(_READERS)
+        services.rollout.directory = config.state_dir / EXPERTS
         services.rollout.readers = context.stack.enter_context(readers)
     services.rollout.repeats_prompt = config.rollout.engine == "sglang"
     services.rollout.seeds_apart = config.reproducible and config.rollout.engine == "sglang"
-    if config.algorithm.needs_critic and config.critic.location == "server":
-        services.critic = client(CriticClient, names.CRITIC, config.critic.port)
     if config.environment.name:
         port = config.environment.port
         node = partial(client, Client, names.ENVIRONMENT, port)

@@ -144,7 +144,7 @@ def _answers(answers: object) -> Iterator[dict[str, Any]]:
             yield answer
 
 
-def _table(title: str, columns: Sequence[str]) -> Table:
+def plain_table(title: str, columns: Sequence[str]) -> Table:
     """Returns a table whose first column is text. A run is a number in it: names can be longer than
     a line, and such tables fit into 80 columns.
     """
@@ -158,7 +158,7 @@ def _table(title: str, columns: Sequence[str]) -> Table:
 
 def _results(summaries: Sequence[RunSummary], evaluations: Sequence[Evaluated | None]) -> Table:
     columns = ["run", "state", "steps", "reward", "evaluated", "held-out", "time"]
-    table = _table("results; reward: in training, mean of the last 10 steps", columns)
+    table = plain_table("results; reward: in training, mean of the last 10 steps", columns)
     for number, (summary, evaluation) in enumerate(
         zip(summaries, evaluations, strict=True), start=1
     ):
@@ -211,12 +211,12 @@ def _settings_table(different: Mapping[str, Sequence[str]], num_runs: int) -> Ta
     title = "settings that differ"
     numbers = [str(number) for number in range(1, num_runs + 1)]
     if num_runs <= len(different):
-        table = _table(title, ["setting", *numbers])
+        table = plain_table(title, ["setting", *numbers])
         for name, values in different.items():
             table.add_row(name, *values)
         return table
 
-    table = _table(title, ["run", *different])
+    table = plain_table(title, ["run", *different])
     for number, *values in zip(numbers, *different.values(), strict=True):
         table.add_row(number, *values)
     return table
@@ -224,7 +224,7 @@ def _settings_table(different: Mapping[str, Sequence[str]], num_runs: int) -> Ta
 
 def _paired(evaluations: Sequence[Evaluated | None]) -> Table:
     columns = ["run", "problems", "difference", "95 % interval", "p", "gained", "lost"]
-    table = _table("held-out answers beside those of run 1", columns)
+    table = plain_table("held-out answers beside those of run 1", columns)
     for number, evaluation in enumerate(evaluations[1:], start=2):
         table.add_row(str(number), *_difference(evaluation, evaluations[0]))
     return table

@@ -89,12 +89,6 @@ def parser() -> CommandParser:
         help=f"use the first N problems (default: up to {_AT_MOST})",
     )
     data.add_argument(
-        "--near-duplicates",
-        action="store_true",
-        help="also look for problems that share 13 words in a row with one that the model was "
-        "trained on",
-    )
-    data.add_argument(
         "--set",
         type=setting,
         action="append",
@@ -300,9 +294,7 @@ def _evaluate(model: str, dataset: list[Any], arguments: dict[str, Any]) -> "Eva
         **of_server,
     )
     with closing(MathRewardFunction()) as reward:
-        return evaluator.evaluate(
-            dataset, reward, arguments["k"], near_duplicates=arguments["near_duplicates"]
-        )
+        return evaluator.evaluate(dataset, reward, arguments["k"])
 
 
 def _served(model: str) -> bool:
@@ -338,7 +330,7 @@ def _summary(results: "EvaluationResults") -> str:
 
     assert results["confidence_interval"] is not None, "MathRewardFunction verifies"
     low, high = results["confidence_interval"]
-    found = leak(results["trained_on"], results["resembles_training"])
+    found = leak(results["trained_on"])
     error = results["standard_error"]
     spread = f" ± {error:.3f}" if error else ""  # 0 where all answers are alike
     leaked = found and f": {found}"

@@ -12,12 +12,13 @@ from pydantic import BaseModel, Field
 
 from common.errors import NotFound
 from services.http.app import create_app
-from services.http.openapi import OBJECT, described, errors
+from services.http.openapi import JSON, OBJECT, described, errors
 from trainer.dashboard.groups import add_groups, json_answer
 from trainer.dashboard.run_facts import MAX_NOTE_CHARS, write_note
 from trainer.dashboard.run_list import Runs, run_at
 from trainer.dashboard.runs import Diagnosis, RunReader, RunSummary
 from trainer.diagnosis.health import Health, ServiceHealth
+from trainer.observe.run_dir import WHY
 
 STATIC = Path(__file__).parent / "static"
 _FILES = {file.name: file for file in sorted(STATIC.iterdir()) if file.is_file()}
@@ -87,6 +88,18 @@ def add_dashboard(app: FastAPI, runs: Runs, health: Health | None = None) -> Non
     def facts(run: AskedRun) -> Response:
         """Returns the run's configuration, the limits of its alarms, and the stages of a step."""
         return json_answer(run.facts())
+
+    @app.get("/dashboard/api/why", **answers)
+    def why(run: AskedRun) -> Response:
+        """Returns what `rlhf why` found last: `jump`, `causes`, `changes`, and the groups that
+        carry the update of `step`.
+        """
+        path = run.directory / WHY
+        if not path.is_file():
+            raise NotFound(
+                "nobody has asked why", field="run", value=str(path), remedy="rlhf why RUN_DIR"
+            )
+        return Response(path.read_bytes(), media_type=JSON, headers={"cache-control": "no-store"})
 
     @app.get("/dashboard/api/series", **answers)
     def series(

@@ -37,6 +37,9 @@ def group_detail(run_dir: Path, row: Json, texts: TokenTexts | ServiceError) -> 
     if isinstance(texts, ServiceError):
         missing.append(f"the texts of tokens: {texts.message}")
     known = texts if isinstance(texts, TokenTexts) else None
+    completions = [_completion(item, known) for item in content["completions"]]
+    for index, grade in (row["regraded"] or {"grades": {}})["grades"].items():
+        completions[int(index)]["regraded"] = grade
     return {
         **{name: content[name] for name in _GROUP},
         **{name: row[name] for name in ("step", "reused", "reason", "detail", "marks")},
@@ -45,7 +48,7 @@ def group_detail(run_dir: Path, row: Json, texts: TokenTexts | ServiceError) -> 
         "created_at": content["created_at"] or None,
         "weight": content["weight"],
         "prompt_tokens": _token_texts(content["prompt_token_ids"], known),
-        "completions": [_completion(item, known) for item in content["completions"]],
+        "completions": completions,
     }
 
 

@@ -6,7 +6,6 @@ import math
 import sqlite3
 import threading
 import time
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,9 +15,9 @@ from msgspec.structs import asdict
 from pydantic import BaseModel, ConfigDict, Field
 
 from common import Json
-from trainer.dashboard.text_search import Place
 from trainer.observe.group_files import LINES, GroupSummary, StepGroups
 from trainer.observe.jsonl import JsonlReader
+from trainer.observe.regrades import REGRADES, RegradedGroup, read_regrades
 
 _EXCERPT_CHARS = 200
 _SCHEMA = """
@@ -29,7 +28,7 @@ CREATE TABLE groups (
 );
 CREATE INDEX by_id ON groups (id, step);
 CREATE INDEX by_prompt ON groups (prompt_id, step);
-CREATE TABLE hits (step INTEGER, place INTEGER, PRIMARY KEY (step, place)) WITHOUT ROWID;
+CREATE TABLE regraded (step INTEGER, id TEXT, PRIMARY KEY (step, id)) WITHOUT ROWID;
 CREATE TABLE prompts (
     prompt_id TEXT PRIMARY KEY, excerpt TEXT NOT NULL, folded TEXT NOT NULL
 ) WITHOUT ROWID;
@@ -60,9 +59,11 @@ _MARKS = (
     "stale",
     "zero_variance",
     "reused",
+    "regraded",
     *_ENDINGS,
 )
-"""Reasons of drops (each also `dropped`), and marks of other groups."""
+"""Reasons of drops (each also `dropped`), and marks of other groups; `regraded`: `rlhf regrade`
+gives an answer another grade."""
 Whole = Annotated[int, Field(ge=0, lt=2**53)]
 _Row = Json
 """What the page gets of a group."""
@@ -82,7 +83,7 @@ class Query(BaseModel):
     """Tokens of the longest completion."""
     length_max: Whole | None = None
     text: str = Field("", max_length=1000)
-    """Text in the prompt or a completion, in any case, or the id of a prompt or a group."""
+    """Text in the prompt, in any case, or the id of a prompt or a group."""
     error: str | None = Field(None, pattern=f"^(any|none|{'|'.join(_MARKS)})$")
     """A mark; `any`: every group with an unusual ending or a reason, `none`: every other group."""
     sort: str = Field("-step", pattern="^-?(step|reward|length|advantage|delta|position)$")
@@ -98,6 +99,9 @@ class GroupIndex:
         self._db = sqlite3.connect(":memory:", isolation_level=None, check_same_thread=False)
         self._db.executescript(_SCHEMA)
         self._left: dict[str, int] | None = None
+        self._run_dir = run_dir
+        self._regrades: dict[tuple[int, str], RegradedGroup] = {}
+        self._regraded_at = 0
 
     def search(
         self,
@@ -105,16 +109,14 @@ class GroupIndex:
         *,
         limit: int,
         offset: int,
-        hits: Iterable[Place] = (),
         around: tuple[str, int | None] | None = None,
         patience_s: float = math.inf,
     ) -> tuple[int, int, list[_Row]]:
         """Returns the number of matching groups, the offset, and up to `limit` rows from there, in
         query order.
 
-        `hits` are the groups with a completion that contains `query.text`. The offset is `offset`,
-        or that of the page with the group `around` (id and step). After `patience_s` only the part
-        of the file read so far is searched.
+        The offset is `offset`, or that of the page with the group `around` (id and step). After
+        `patience_s` only the part of the file read so far is searched.
         """
         where, values = _where(query)
         source = _FROM if query.text else "FROM groups"
@@ -123,9 +125,6 @@ class GroupIndex:
         order = f"{column} {direction} NULLS LAST, step DESC, place"
         with self._lock:
             self._refresh(patience_s)
-            if query.text:
-                self._db.execute("DELETE FROM hits")
-                self._db.executemany("INSERT INTO hits VALUES (?, ?)", hits)
             matching = f"{source} WHERE {where}"
             (total,) = self._db.execute(f"SELECT COUNT(*) {matching}", values).fetchone()
             if around is not None:
@@ -159,7 +158,11 @@ class GroupIndex:
 
     def _rows(self, condition: str, *values: Any) -> list[_Row]:
         query = f"SELECT shown, excerpt {_FROM} WHERE {condition}"
-        return [_shown(row) for row in self._db.execute(query, values)]
+        rows = [_shown(row) for row in self._db.execute(query, values)]
+        for row in rows:
+            regrade = self._regrades.get((row["step"], row["id"]))
+            row["regraded"] = regrade and msgspec.to_builtins(regrade, str_keys=True)
+        return rows
 
     def problems(self) -> list[str]:
         """Returns a sentence for each missing or damaged part."""
@@ -189,6 +192,18 @@ class GroupIndex:
                 if time.monotonic() > end and self._lines.done < size:
                     self._left = {"done": self._lines.done, "of": size}
                     break
+            self._read_regrades()
+
+    def _read_regrades(self) -> None:
+        """Reads the file of `rlhf regrade` if it is another one than before."""
+        path = self._run_dir / REGRADES
+        changed = path.stat().st_mtime_ns if path.exists() else 0
+        if changed == self._regraded_at:
+            return
+        self._regraded_at = changed
+        self._regrades = read_regrades(self._run_dir)
+        self._db.execute("DELETE FROM regraded")
+        self._db.executemany("INSERT INTO regraded VALUES (?, ?)", self._regrades)
 
     def _insert(self, line: StepGroups) -> None:
         groups = [*line.groups, *line.dropped]
@@ -218,16 +233,15 @@ def _where(query: Query) -> tuple[str, list[Any]]:
             terms.append(term)
             values.append(bound)
     if query.text:
-        terms.append(
-            "(instr(folded, ?) OR prompt_id = ? OR id = ? "
-            "OR (step, place) IN (SELECT step, place FROM hits))"
-        )
+        terms.append("(instr(folded, ?) OR prompt_id = ? OR id = ?)")
         values += [query.text.casefold(), query.text, query.text]
     if query.error == "none":
         terms.append("marks IN ('||', '|reused|')")
     elif query.error == "any":
         endings = " OR ".join(f"instr(marks, '|{mark}|')" for mark in _ENDINGS)
         terms.append(f"(reason != '' OR {endings})")
+    elif query.error == "regraded":
+        terms.append("(step, id) IN (SELECT step, id FROM regraded)")
     elif query.error:
         terms.append("instr(marks, ?)")
         values.append(f"|{query.error}|")

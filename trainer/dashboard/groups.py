@@ -16,7 +16,6 @@ from trainer.dashboard.group_detail import group_detail
 from trainer.dashboard.group_index import GroupIndex, Query, Whole
 from trainer.dashboard.run_list import Runs, run_at
 from trainer.dashboard.runs import RunReader
-from trainer.dashboard.text_search import Place, TextSearch
 from trainer.dashboard.tokens import TokenTexts
 
 _AT_ONCE_S = 0.3
@@ -29,38 +28,25 @@ class RunGroups:
     def __init__(self, run: RunReader) -> None:
         self.directory = run.directory
         self.index = GroupIndex(run.directory)
-        self._search = TextSearch(run.directory)
         self._lock = threading.Lock()
         self._token_texts: TokenTexts | None = None
 
     def search(self, asked: "SearchParameters") -> Json:
-        """Returns a page of groups, each with an excerpt of its first completion, or of one with
-        the searched text.
-        """
-        hits: dict[Place, Json] = {}
-        searching = None
-        if asked.text:
-            hits, searching = self._search.find(asked.text)
+        """Returns a page of groups, each with an excerpt of its first completion."""
         around = None if asked.around is None else (asked.around, asked.around_step)
         total, offset, rows = self.index.search(
             asked,
             limit=asked.limit,
             offset=asked.offset,
-            hits=hits,
             around=around,
             # The page of a certain group is only known once all lines are read.
             patience_s=_AT_ONCE_S if around is None else math.inf,
         )
-        for row in rows:
-            hit = hits.get((row["step"], row["place"]))
-            if hit is not None and hit["id"] == row["id"]:
-                row["completion"] = hit
         return {
             "total": total,
             "offset": offset,
             "groups": rows,
             "problems": self.index.problems(),
-            "searching": searching,
             "reading": self.index.left(),
         }
 
@@ -112,8 +98,7 @@ def add_groups(app: FastAPI, runs: Runs) -> None:
         """Lists groups that were trained on or dropped, page by page; `problems` names what the run
         lacks.
 
-        While completions are searched, `searching` has the number of files `done` and their total;
-        while `groups.jsonl` is read, `reading` has the bytes. Ask again until both are null.
+        While `groups.jsonl` is read, `reading` has the bytes. Ask again until it is null.
         """
         return json_answer(groups_of(query.run).search(query))
 

@@ -17,7 +17,6 @@ from common.clients.unreachable import Problem, problem_of
 from common.errors import ServiceError, Unauthorized, shorten
 from common.process import watchdog
 from common.process.topology import (
-    CRITIC,
     DATA,
     ENVIRONMENT,
     REPLAY,
@@ -161,8 +160,6 @@ class Health:
         self._add(DATA, config.data.port, "/stats", _data, name=DATA)
         self._add(REWARD, config.reward.port, "/stats", _reward, name=REWARD)
         self._add(REPLAY, config.replay.port, "/stats", _replay, name=REPLAY)
-        if config.algorithm.needs_critic and config.critic.location == "server":
-            self._add(CRITIC, config.critic.port, "/status", _critic, name=CRITIC)
         if config.environment.name:
             for node in range(self._environments):
                 self._add(
@@ -295,10 +292,6 @@ def _reward(stats: Any) -> Json:
 def _replay(stats: Any) -> Json:
     text = f"{stats['size']:,} of {stats['capacity']:,} completions"
     return {"text": text, "running": _requests(stats), "waiting": stats["fresh"]}
-
-
-def _critic(status: Any) -> Json:
-    return {"version": status["step"]}
 
 
 async def _rollout_node(target: _Target) -> ServiceHealth:

@@ -59,9 +59,6 @@ class EvaluationResults(TypedDict):
     """pass@1, pass@2, pass@4, … up to k."""
     trained_on: list[bool] | None
     """Whether the model was trained on the problem; None for a model behind a URL."""
-    resembles_training: list[bool] | None
-    """Whether the problem shares 13 words in a row with one that the model was trained on; None
-    unless asked for."""
     prompts: list[str]
     prompt_ids: list[str]
     ground_truths: list[str]
@@ -126,7 +123,6 @@ def results_of(
         maj_at_k=None,
         pass_at=None,
         trained_on=None,
-        resembles_training=None,
         prompts=[prompt.prompt for prompt in prompts],
         prompt_ids=[prompt.id for prompt in prompts],
         ground_truths=[prompt.ground_truth for prompt in prompts],
@@ -202,17 +198,11 @@ def normalised_answer(text: str) -> str | None:
     return str(number[0]) if number else " ".join(texts_of(tokens(answer)))
 
 
-def leak(trained_on: list[bool] | None, resembles: list[bool] | None) -> str:
+def leak(trained_on: list[bool] | None) -> str:
     """Returns how many problems the model was trained on, in words; empty for none."""
-    parts = []
-    if trained_on and any(trained_on):
-        parts.append(f"{sum(trained_on)} of {len(trained_on)} problems were trained on")
-    if resembles and any(resembles):
-        parts.append(
-            f"{sum(resembles)} of {len(resembles)} problems share 13 words in a row with one that "
-            "was trained on"
-        )
-    return "; ".join(parts)
+    if not trained_on or not any(trained_on):
+        return ""
+    return f"{sum(trained_on)} of {len(trained_on)} problems were trained on"
 
 
 def compare_evaluations(first: EvaluationResults, second: EvaluationResults) -> PairedDifference:

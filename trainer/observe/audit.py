@@ -32,12 +32,11 @@ from learning.digest import digest
 from learning.ranks import Ranks
 from learning.sharding import named_tensors
 from trainer.algorithms.batch import Batch
-from trainer.observe.run_dir import append_line, damaged, read_lines
+from trainer.observe.run_dir import AUDIT, append_line, damaged, read_lines
 from trainer.policy.critic import ValueFunction
 from trainer.policy.policy import Policy, PolicyUpdate
 from trainer.rollouts.requests import sampling_seed
 
-AUDIT = "audit.jsonl"
 _PACKAGES = ("torch", "transformers", "tokenizers", "numpy", "safetensors", "peft")
 """The packages that compute what is compared."""
 Given = Literal["prompts", "rewards", "environment"]
@@ -218,6 +217,11 @@ class AuditRecord:
                 self._starts[found.run_id] = found
             else:
                 self._steps[found.step] = found
+
+    @property
+    def last_step(self) -> int:
+        """The newest recorded step; 0 without one."""
+        return max(self._steps, default=0)
 
     def step(self, step: int) -> AuditedStep:
         """Returns the line of a step. Raises ConfigError when there is none."""

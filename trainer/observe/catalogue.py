@@ -49,10 +49,6 @@ _WAIT = (
 DATA_DIES = Fault("Data-server dies", _WAIT)
 REWARD_DIES = Fault("Reward-server dies", _WAIT)
 REPLAY_DIES = Fault("Replay-buffer dies", _WAIT)
-CRITIC_DIES = Fault(
-    "Critic-server dies",
-    "start trainer and critic-server again: the run goes on from its checkpoint",
-)
 ENVIRONMENT_DIES = Fault("Environment-server dies or hangs", _WAIT)
 SERVICE_HANGS = Fault(
     "Data-server, reward-server or replay-buffer hangs",
@@ -60,7 +56,7 @@ SERVICE_HANGS = Fault(
     "restarted; nothing is lost",
 )
 CANNOT_START = Fault(
-    "A service cannot start its graders, or the command of `openenv:`",
+    "A service cannot start its graders, or the server of `agent:`",
     "fix what the reason names and start the run again",
     codes=("service_lost",),
 )
@@ -151,7 +147,7 @@ UNKNOWN_NAME = Fault(
 )
 WRONG_SETTING = Fault("A setting is wrong", "correct that setting and start again")
 DISK_OF_SERVICE = Fault(
-    "A full disk: replay-buffer, data-server, critic-server",
+    "A full disk: replay-buffer, data-server",
     "free space there: everything continues by itself",
 )
 DISK_OF_NODE = Fault(
@@ -226,7 +222,6 @@ _DIES = {
     "data-server": DATA_DIES,
     "reward-server": REWARD_DIES,
     "replay-buffer": REPLAY_DIES,
-    "critic-server": CRITIC_DIES,
     "router": ROUTER_DIES,
     "engine": ENGINE_DIES,
     "environment-server": ENVIRONMENT_DIES,
@@ -237,7 +232,6 @@ _HANGS = {
     "rollout-server": AGENT_HANGS,
     "router": ENGINE_HANGS,
     "engine": ENGINE_HANGS,
-    "critic-server": CRITIC_DIES,
 }
 """The other services share `SERVICE_HANGS`."""
 _BY_PROBLEM: dict[str, Fault] = {

@@ -24,7 +24,7 @@ from msgspec.structs import asdict
 from common import Json
 from common.errors import ConfigError, ServiceError
 from common.wire import codec
-from common.wire.schemas import Completion, Float32, Group
+from common.wire.schemas import Completion, FinishReason, Float32, Group, RewardStatus
 from trainer.observe.run_dir import DETAILS, append_line, damaged, storing_run, without
 
 log = logging.getLogger(__name__)
@@ -259,19 +259,45 @@ def _recorded(content: Json, name: str) -> RecordedGroup:
 
 
 class CompletionText(msgspec.Struct):
-    """The fields of a completion that a list shows."""
+    """A completion without its numeric arrays."""
 
     text: str = ""
+    finish_reason: FinishReason = "stop"
     reward: float | None = None
     correct: bool = False
     verified: bool = True
+    status: RewardStatus = "ok"
+    extracted_answer: str | None = None
+    components: dict[str, float | None] = {}
+    episode: int | None = None
 
 
 class GroupTexts(msgspec.Struct):
-    """A recorded group without its numeric arrays."""
+    """A recorded group without its numeric arrays, but with the tokens of its prompt."""
 
     id: str = ""
+    prompt_id: str = ""
+    prompt: str = ""
+    ground_truth: str = ""
+    prompt_token_ids: bytes = b""
     completions: list[CompletionText] = []
+    reused: bool = False
+    reason: str = ""
+    """Why it was dropped; empty when it was trained on."""
+
+    @property
+    def prompt_tokens(self) -> list[int]:
+        """The token ids of the prompt, as the model read it."""
+        return list(map(int, np.frombuffer(self.prompt_token_ids, "<i4")))
+
+    @property
+    def answers(self) -> list[int]:
+        """The indices of one completion of each episode, as in `Group.answers`."""
+        first: dict[int, int] = {}
+        for index, completion in enumerate(self.completions):
+            episode = -1 - index if completion.episode is None else completion.episode
+            first.setdefault(episode, index)
+        return list(first.values())
 
 
 _TEXTS = msgspec.msgpack.Decoder(GroupTexts)

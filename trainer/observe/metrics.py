@@ -235,18 +235,34 @@ SECTIONS = {
         Metric("gpus", "GPUs that trainer and engines hold; none when external servers generate"),
     ),
     "Critic": (
-        Metric("critic.value_loss", "mean value loss", chart="Value loss"),
+        Metric(
+            "critic.value_loss", "mean value loss", gauge="critic_value_loss", chart="Value loss"
+        ),
         Metric(
             "critic.explained_variance",
             "1 - Var(returns - values) / Var(returns)",
+            gauge="critic_explained_variance_ratio",
             chart="Explained variance",
         ),
-        Metric("critic.value_mean", "mean value before it", chart="Value"),
-        Metric("critic.return_mean", "mean return", chart="Return"),
         Metric(
-            "critic.grad_norm", "gradient norm before clipping", chart="Gradient norm of the critic"
+            "critic.value_mean",
+            "mean value before the update",
+            gauge="critic_value_mean",
+            chart="Value",
         ),
-        Metric("critic.clip_fraction", "share of tokens that were clipped", "share"),
+        Metric("critic.return_mean", "mean return", gauge="critic_return_mean", chart="Return"),
+        Metric(
+            "critic.grad_norm",
+            "gradient norm of the critic before clipping",
+            gauge="critic_gradient_norm",
+            chart="Gradient norm of the critic",
+        ),
+        Metric(
+            "critic.clip_fraction",
+            "share of tokens whose value was clipped",
+            "share",
+            gauge="critic_clip_ratio",
+        ),
     ),
     "Supervised fine-tuning": (
         Metric("epoch", "passes over the examples"),

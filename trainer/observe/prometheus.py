@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
-from common.process.metrics import Metrics, critic_gauges
+from common.process.metrics import Metrics
 from trainer.evaluation.evaluation import Evaluation
 from trainer.observe.metrics import METRICS
 from trainer.trackers.base import numbers
@@ -33,8 +33,6 @@ class TrainerMetrics:
             for metric in METRICS
             if metric.gauge
         }
-        for name, gauge in critic_gauges(metrics, "trainer_critic").items():
-            self._newest[f"critic.{name}"] = gauge
         self._seconds = metrics.gauge(
             "trainer_step_stage_seconds", "Newest step: wall time by stage", ["stage"]
         )

@@ -3,7 +3,7 @@
 The directory contains `config.json` (resolved configuration), `metrics.jsonl` (a line per step),
 `groups.jsonl` and `groups/` (groups of each step: `trainer.observe.group_files`),
 `evaluations.jsonl`, `samples.jsonl` (one graded group per step), `attempts.jsonl` (a line per
-start), `curves.png`, `checkpoints/` and `weights/`.
+start), `checkpoints/` and `weights/`.
 """
 
 import io
@@ -47,6 +47,9 @@ from trainer.trackers.trackers import Trackers
 log = logging.getLogger("run")
 _SHOWN_PROBLEMS = 3
 ATTEMPTS = "attempts.jsonl"
+AUDIT = "audit.jsonl"
+WHY = "why.json"
+"""What `rlhf why` found last."""
 _OF_EACH_RUN = frozenset({"state_dir", "trainer.run_dir", "trackers.run_name"})
 """Settings that each run has its own value of, and that do not affect training."""
 DETAILS = frozenset(
@@ -233,16 +236,11 @@ class Recorder:
         self.say(text)
 
     def report(self, checkpoint: Path) -> None:
-        """Writes the curves, and prints seconds by stage, evaluations before and after, sample
-        problems if there are any, and paths.
+        """Prints seconds by stage, evaluations before and after, sample problems if there are any,
+        and paths.
         """
-        from trainer.observe.plots import plot_curves  # heavy: matplotlib
-
         metrics = read_lines(self.directory / "metrics.jsonl")
         evaluations = read_lines(self.directory / "evaluations.jsonl")
-        curves = self.directory / "curves.png"
-        with storing("curves.png", curves, "trainer.run_dir", f"use {checkpoint}: it is complete"):
-            plot_curves(metrics, evaluations, curves)
         self.show(seconds_table(metrics))
         if len(evaluations) >= 2:
             before = evaluations[0]
@@ -254,7 +252,7 @@ class Recorder:
             for old, new in pairs[:_SHOWN_PROBLEMS]:
                 self.say(f"\nproblem: {old['prompt']}  (answer {old['ground_truth']})")
                 self.say(f"  before: {_one_line(old)}\n  after:  {_one_line(new)}")
-        self.say(f"\ncurves:     {curves}\ncheckpoint: {checkpoint}\nrun:        {self.directory}")
+        self.say(f"\ncheckpoint: {checkpoint}\nrun:        {self.directory}")
 
 
 def tell(console: Console, text: str, level: int = logging.INFO) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from common.settings.config import Config
-from common.wire.schemas import Completion, CriticMetrics, Group
+from common.wire.schemas import Completion, Group
 from trainer.algorithms.batch import Batch
 from trainer.evaluation.evaluation import Evaluation
 from trainer.evaluation.verdicts import Verdicts
@@ -26,6 +26,7 @@ from trainer.observe.duplicate_answers import copied_answers, duplicate_answers
 from trainer.observe.group_files import GroupRecorder, RecordedGroup
 from trainer.observe.prometheus import TrainerMetrics
 from trainer.observe.run_dir import Recorder
+from trainer.policy.critic import CriticMetrics
 from trainer.policy.policy import PolicyUpdate
 from trainer.rollouts.drops import Drops
 from trainer.timing import CpuClock, StageClock
@@ -51,9 +52,11 @@ class RunLog:
         gpus: Callable[[], int | None] = lambda: None,
         collecting_cpu: Callable[[], float] = lambda: 0.0,
         verdicts: Verdicts,
+        drops: Drops,
         dropout: Collection[str] = (),
     ) -> None:
         self._config = config
+        self._drops = drops
         self._verdicts = verdicts
         self._recorder = recorder
         self._metrics = metrics
@@ -75,7 +78,7 @@ class RunLog:
         self._dropout = dropout
 
     @contextmanager
-    def training(self, step: int, total_steps: int, drops: Drops) -> Iterator[None]:
+    def training(self, step: int, total_steps: int) -> Iterator[None]:
         """Shows a progress bar and runs the clocks inside the block; flushes the log at the end."""
         self._metrics.begin(step, total_steps)
         with self._recorder.progress(step, total_steps):
@@ -87,7 +90,7 @@ class RunLog:
                 yield
                 self._groups.flush()
             except BaseException:
-                self._groups.abort(self._step + 1, _dropped(drops))
+                self._groups.abort(self._step + 1, _dropped(self._drops))
                 raise
 
     def step(
@@ -97,12 +100,12 @@ class RunLog:
         update: PolicyUpdate,
         critic: CriticMetrics | None,
         *,
-        drops: Drops,
         weights_checksum: str | None = None,
     ) -> Mapping[str, Any]:
         """Records a finished step, and returns its line of `metrics.jsonl`, whose numbers
         `trainer.observe.metrics` explains.
         """
+        drops = self._drops
         self._step = step
         record = self._record(step, batch, update)
         # The counts are totals of the run, the line has what was added since the last step.
@@ -200,7 +203,7 @@ class RunLog:
         self._metrics.evaluated(evaluation)
 
     def report(self, checkpoint: Path) -> None:
-        """Writes the curves and prints the summary of a run that ended with this checkpoint."""
+        """Prints the summary of a run that ended with this checkpoint."""
         self._recorder.report(checkpoint)
 
 

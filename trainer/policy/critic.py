@@ -1,49 +1,62 @@
-"""The training loop's side of the critic: none, on the trainer's own ranks, or in a critic-server.
+"""The critic of PPO: values, value loss and update, on the trainer's ranks beside the policy.
 
-Every rank holds a `ValueFunction` and calls the same methods in the same order. The critic itself
-is `services/critic/critic.py` in both places (docs/adr/0005-one-critic-two-places.md).
+The loop calls a `ValueFunction` in the same order on every rank; it is a `Critic` if the algorithm
+needs one.
 """
 
 import json
-from collections.abc import Callable, Coroutine
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
 
-from common.clients.critic import CriticClient
-from common.errors import ConfigError, Conflict, ServiceError
-from common.process.loop_thread import LoopThread
+import numpy as np
+import torch
+from torch import Tensor
+
+from common.errors import ConfigError
 from common.settings.config import Config
-from common.wire.schemas import CriticMetrics, Float32, TokenSequence
-from learning.batching import Sizes
+from common.wire.schemas import Float32
+from learning.batching import Indices, Sizes, mini_batches, score_shared
+from learning.fitting import fitted
+from learning.layout import Layout, moved
+from learning.micro_batch_passes import micro_batch_passes
+from learning.optimizer import Optimizer
 from learning.parking import Resident
 from learning.ranks import Ranks
-from learning.saving import Snapshot
-from services.critic.critic import Critic
+from learning.saving import Contents, Snapshot, load_optimizer
 from trainer.algorithms.batch import Batch
+from trainer.policy.value_model import load_value_model
 
-_T = TypeVar("_T")
+_FOLDER = "critic"
+_STATE = "critic_state.json"
+_FORMAT = 2
 
 
-class CriticLost(ServiceError):
-    """The critic-server no longer holds the critic that this run trained."""
+@dataclass(frozen=True)
+class CriticMetrics:
+    """Metrics of one update of the critic. The first three cover the optimiser steps that were
+    applied; None: no step.
+    """
 
-    code = "critic_lost"
+    value_loss: float | None
+    """Mean over tokens and optimiser steps."""
+    grad_norm: float | None
+    """Mean gradient norm before clipping."""
+    clip_fraction: float | None
+    """Share of tokens whose value was clipped."""
+    explained_variance: float
+    """1 − Var(returns − old values) / Var(returns) over the tokens; 0 when the returns do not
+    vary."""
+    value_mean: float
+    """Mean old value."""
+    return_mean: float
+    skipped: int
+    """Optimiser steps not applied because the gradient was not finite."""
 
 
 class ValueFunction:
     """Base class, for algorithms without a critic. Every method is a collective call."""
-
-    def __init__(self, config: Config, ranks: Ranks) -> None:
-        self._config = config
-        self._ranks = ranks
-
-    def restore(self, directory: Path | None) -> None:
-        """Loads the critic of the checkpoint `directory`, or starts a new one for None. Call this
-        method first.
-
-        Only rank 0's argument counts. Raises ConfigError when there is no critic in `directory`, or
-        it is damaged.
-        """
 
     def values(self, batch: Batch) -> list[Float32] | None:
         """Returns [L] for each row of this rank: the values of the states before its completion
@@ -51,11 +64,9 @@ class ValueFunction:
         """
         return None
 
-    def start_update(self, batch: Batch, seed: int) -> Callable[[], CriticMetrics | None]:
-        """Starts an update on the batch's returns. Every rank calls the returned function once, for
-        the metrics.
-        """
-        return lambda: None
+    def update(self, batch: Batch, seed: int) -> CriticMetrics | None:
+        """Learns the batch's returns."""
+        return None
 
     def resident(self) -> Resident:
         """Returns the models and optimizers on the GPU during an update."""
@@ -63,187 +74,257 @@ class ValueFunction:
 
     def warming_up(self, step: int) -> bool:
         """Whether only the critic learns in the step after `step` steps (`critic.warmup_steps`)."""
-        return self._config.algorithm.needs_critic and step < self._config.critic.warmup_steps
+        return False
 
     def snapshots(self, alone: bool) -> dict[str, Snapshot]:
         """Returns the critic's part of a checkpoint, by folder. See `Snapshot.take`."""
         return {}
 
 
-class LocalCritic(ValueFunction):
-    """The critic on the trainer's devices (`critic.location trainer`): every rank holds it and
-    trains on its share.
+class Critic(ValueFunction):
+    """Predicts the return of every state of a completion, and learns from observed returns.
+
+    `step` counts its training batches. Every rank calls the same methods with its rows of the same
+    batch; each computes its share. The critic starts from the checkpoint `saved` (on rank 0), or
+    from `critic.model` with a new value head. Raises ConfigError when it cannot be loaded.
     """
 
-    _FOLDER = "critic"
-    _critic: Critic
-
-    def restore(self, directory: Path | None) -> None:
-        saved = None if directory is None else directory / self._FOLDER
-        if self._ranks.is_rank_zero and saved is not None and not saved.is_dir():
-            raise _no_critic(directory)
-        self._critic = Critic(self._config, self._ranks, saved)
+    def __init__(self, config: Config, ranks: Ranks, saved: Path | None = None) -> None:
+        self._config = config
+        self._ranks = ranks
+        self.step = 0
+        saved = ranks.broadcast(saved)
+        decided = fitted(config, ranks, config.model.name)  # as the policy beside it
+        self._passes = decided.trainer
+        self.model = load_value_model(decided, ranks, saved)
+        self.optimizer = Optimizer(self.model.module, config.optimizer, "critic.learning_rate")
+        if saved is not None:
+            self._restore(saved)
 
     def values(self, batch: Batch) -> list[Float32]:
-        return self._critic.values(batch.tokens, self._sizes(batch))
+        """Returns [L] values for each row of this rank's share; an empty array for the others.
 
-    def start_update(self, batch: Batch, seed: int) -> Callable[[], CriticMetrics]:
-        """Completes the update before it returns."""
-        metrics = self._critic.update(batch.value_targets(), seed, self._sizes(batch))
-        return lambda: metrics
+        Raises ConfigError for tokens outside the vocabulary and for rows that are too long.
+        """
+        self._check(batch)
+        with torch.no_grad():
+            return score_shared(
+                batch.sizes(self.model.layout.shared),
+                self._ranks,
+                self._passes,
+                score=lambda indices: self.model(self._rows(batch, indices)),
+            )
 
-    def _sizes(self, batch: Batch) -> Sizes:
-        return batch.sizes(self._critic.model.layout.shared)
+    def update(self, batch: Batch, seed: int) -> CriticMetrics:
+        """Trains for `algorithm.update_epochs` passes of `algorithm.mini_batches` optimiser steps
+        over the rows.
+
+        The loss of a step is a mean over all completion tokens of its mini-batch, in which a token
+        counts by its row's weight. So the result depends neither on micro-batches nor on the number
+        of ranks. `seed` determines the order of the rows. A step whose gradient is not finite is
+        skipped and counted. Raises NonFiniteGradients after more than `MAX_SKIPPED_UPDATES` skipped
+        steps in a row: the critic is then unusable.
+        """
+        sizes = batch.sizes(self.model.layout.shared)
+        algorithm = self._config.algorithm
+        norms: list[float] = []
+        sums = torch.zeros(3, dtype=torch.float64, device=self._ranks.device)
+        for epoch in range(algorithm.update_epochs):
+            for indices in mini_batches(len(batch.rows), algorithm.mini_batches, seed + epoch):
+                self.optimizer.zero_grad()
+                part = self._accumulate(batch, sizes, indices)
+                self._ranks.sum_gradients(self.model.module)
+                # The step may be skipped; then its loss is not in the metrics.
+                norms.append(self.optimizer.step(self._config.critic.learning_rate))
+                if math.isfinite(norms[-1]):
+                    sums += part
+        self.step += 1
+        own = sizes.owned(self._ranks.share).tolist()
+        return _metrics(batch, own, self._ranks, self._ranks.sum_shares(sums), norms=norms)
 
     def resident(self) -> Resident:
-        return [self._critic.model], [self._critic.optimizer]
+        """See `ValueFunction`."""
+        return [self.model], [self.optimizer]
+
+    def warming_up(self, step: int) -> bool:
+        """See `ValueFunction`."""
+        return step < self._config.critic.warmup_steps
 
     def snapshots(self, alone: bool) -> dict[str, Snapshot]:
-        return {self._FOLDER: self._critic.snapshot(alone)}
-
-
-class RemoteCritic(ValueFunction):
-    """The critic of a critic-server (`critic.location server`). Rank 0 calls it and shares the
-    answers.
-
-    Every method raises CriticLost when the critic-server no longer has this run's critic at the
-    run's step: the run does not continue with another critic, but can be restarted from its newest
-    checkpoint.
-
-    Args:
-        client: of the critic-server; only rank 0 needs this and the following arguments.
-        loop: runs the client's calls.
-        run_id: of this attempt, so that another attempt's critic is not mistaken for this one's.
-    """
-
-    _FOLDER = "critic-server"
-    _SAVED = "saved.json"
-
-    def __init__(
-        self,
-        config: Config,
-        ranks: Ranks,
-        client: CriticClient | None,
-        loop: LoopThread | None,
-        run_id: str,
-    ) -> None:
-        super().__init__(config, ranks)
-        self._client = client
-        self._loop = loop
-        self._run_id = run_id
-        self._step = 0
-        """The critic's step; only rank 0's counts."""
-
-    def restore(self, directory: Path | None) -> None:
-        """See `ValueFunction`. Raises ServiceError (404) when the critic-server lacks the
-        checkpoint's critic.
-        """
-        if not self._ranks.is_rank_zero:
-            return
-        step = 0
-        saved_by: str | None = None
-        if directory is not None:
-            try:
-                saved = json.loads((directory / self._FOLDER / self._SAVED).read_text())
-                step = saved["step"]
-                saved_by = saved["run_id"]
-            except (OSError, ValueError, KeyError, TypeError):
-                raise _no_critic(directory) from None
-        server = self._server
-        self._step = self._begin(server.restore(self._run_id, step, saved_by))().step
-
-    def values(self, batch: Batch) -> list[Float32]:
-        values: list[Float32] = []
+        """Copies weights (as a Hugging Face model), optimiser and step."""
+        snapshot = Snapshot.take(Contents.of(self.model.module), self.optimizer, self._ranks, alone)
         if self._ranks.is_rank_zero:
-            sequences = [
-                TokenSequence(row.prompt_ids, row.completion_ids) for row in batch.tokens.values()
-            ]
-            call = self._begin(self._server.values(sequences, self._run_id, self._step))
-            # Copied: those from the wire are read-only, which torch warns of.
-            values = [row.copy() for row in call()]
-        return self._ranks.broadcast(values)
+            snapshot.texts[_STATE] = json.dumps({"format": _FORMAT, "step": self.step})
+        return {_FOLDER: snapshot}
 
-    def start_update(self, batch: Batch, seed: int) -> Callable[[], CriticMetrics]:
-        """See `ValueFunction`. The critic-server computes in the background."""
-        wait: Callable[[], CriticMetrics] | None = None
+    def _accumulate(self, batch: Batch, sizes: Sizes, indices: Indices) -> Tensor:
+        """Adds this rank's share of a mini-batch to the gradient. Returns its sums [loss, clipped
+        tokens, tokens].
+        """
+        assert batch.values is not None
         assert batch.returns is not None
-        batch.returns = batch.whole(batch.returns, self._ranks)
-        if self._ranks.is_rank_zero:
-            rows = list(batch.value_targets().values())
-            wait = self._begin(self._server.update(self._run_id, self._step, seed, rows))
+        sums = torch.zeros(3, dtype=torch.float64, device=self._ranks.device)
+        tokens = int(sizes.completions[indices].sum())
+        for part, are_own in micro_batch_passes(
+            self.model,
+            self._ranks,
+            sizes,
+            rows=indices,
+            settings=self._passes,
+        ):
+            values = self.model(self._rows(batch, part))
+            if not are_own:  # the other ranks have one more pass: join its collective calls
+                (values.sum() * 0).backward()
+                continue
 
-        def finish() -> CriticMetrics:
-            metrics = self._ranks.broadcast(wait and wait())
-            assert metrics is not None, "rank 0 has them"
-            self._step += 1
-            return metrics
+            own = part.tolist()
+            weights = [
+                np.full(len(batch.returns[i]), batch.rows[i].weight, np.float32) for i in own
+            ]
+            losses, clipped = value_loss(
+                values,
+                old_values=_concatenated([batch.values[i] for i in own], values.device),
+                returns=_concatenated([batch.returns[i] for i in own], values.device),
+                clip=self._config.critic.value_clip,
+            )
+            loss = (losses * _concatenated(weights, values.device)).sum()
+            (loss / tokens).backward()
+            count = torch.ones_like(loss) * len(values)
+            sums += torch.stack([loss.detach(), clipped.sum(), count]).double()
+        return sums
 
-        return finish
+    def _rows(self, batch: Batch, indices: Indices) -> Layout:
+        selected = [batch.tokens[i] for i in indices.tolist()]
+        rows = self.model.layout.of(
+            [row.prompt_ids for row in selected],
+            [row.completion_ids for row in selected],
+        )
+        return moved(rows, self._ranks.device)
 
-    def snapshots(self, alone: bool) -> dict[str, Snapshot]:
-        """Tells the critic-server to save; returns a note that names the saved critic.
-
-        The server keeps one more than `checkpoint.keep`: the previous one counts until
-        this one is complete.
+    def _check(self, batch: Batch) -> None:
+        """Refuses tokens outside the vocabulary, which would crash the process, and rows that are
+        too long.
         """
-        if not self._ranks.is_rank_zero:
-            return {self._FOLDER: Snapshot()}
-        keep = self._config.checkpoint.keep + 1
-        status = self._begin(self._server.save(self._run_id, self._step, keep))()
-        text = json.dumps({"run_id": self._run_id, "step": status.step})
-        return {self._FOLDER: Snapshot(texts={self._SAVED: text})}
+        vocabulary = self.model.vocabulary
+        longest = self.model.max_tokens
+        name = self._config.critic.model or self._config.model.name
+        for row in batch.tokens.values():
+            highest = max(int(row.prompt_ids.max()), int(row.completion_ids.max()))
+            if highest >= vocabulary:
+                raise ConfigError(
+                    f"the critic's model knows the tokens 0 to {vocabulary - 1}, not {highest}",
+                    field="critic.model",
+                    value=name,
+                    remedy="use a model with the policy's tokenizer",
+                )
+            length = len(row.prompt_ids) + len(row.completion_ids)
+            if longest is not None and length > longest:
+                raise ConfigError(
+                    f"the critic's model accepts at most {longest} tokens, not {length}",
+                    field="critic.model",
+                    value=name,
+                    remedy="lower sampling.max_new_tokens, or use another critic.model",
+                )
 
-    @property
-    def _server(self) -> CriticClient:
-        assert self._client is not None, "rank 0 has a client"
-        return self._client
-
-    def _begin(self, coroutine: Coroutine[Any, Any, _T]) -> Callable[[], _T]:
-        """Starts a call; the returned function waits for the answer."""
-        assert self._loop is not None, "rank 0 has an event loop"
-        wait = self._loop.begin(coroutine)
-
-        def answer() -> _T:
-            try:
-                return wait()
-            except ServiceError as error:
-                if error.status != Conflict.status:
-                    raise
-                reason = error.message.removeprefix(f"{self._server.service}: ")
-                raise CriticLost(
-                    f"the critic-server lost the critic of this run: {reason}",
-                    field=error.field,
-                    value=error.value,
-                    remedy="start the run again: "
-                    "it continues from its newest checkpoint and that checkpoint's critic",
-                ) from None
-
-        return answer
+    def _restore(self, directory: Path) -> None:
+        try:
+            text = (directory / _STATE).read_bytes() if self._ranks.is_rank_zero else b""
+            content = json.loads(self._ranks.broadcast(text))
+            if content["format"] != _FORMAT:
+                raise ValueError("another format")
+            load_optimizer(self.optimizer, directory, self._ranks)
+            self.step = int(content["step"])
+        except Exception as error:  # a damaged file may cause any error
+            reason = f"{type(error).__name__} {error}".splitlines()[0]
+            raise ConfigError(
+                f"the critic cannot resume from the checkpoint ({_STATE} or state/): {reason}",
+                field="checkpoint",
+                value=str(directory),
+                remedy="remove that directory to continue from the checkpoint before it, "
+                "or start with --checkpoint.resume false",
+            ) from None
 
 
-def value_function(
-    config: Config,
-    ranks: Ranks,
-    client: CriticClient | None = None,
-    loop: LoopThread | None = None,
-    run_id: str = "",
-) -> ValueFunction:
-    """Returns the critic of this run on this rank; call its `restore` next. For the arguments see
-    `RemoteCritic`.
+def value_function(config: Config, ranks: Ranks, directory: Path | None) -> ValueFunction:
+    """Returns the critic of the checkpoint `directory`, of which only rank 0's counts, or a new one
+    for None. A collective.
+
+    Raises ConfigError when there is no critic in `directory`, or it is damaged.
     """
     if not config.algorithm.needs_critic:
-        return ValueFunction(config, ranks)
-    if config.critic.location == "trainer":
-        return LocalCritic(config, ranks)
-    return RemoteCritic(config, ranks, client, loop=loop, run_id=run_id)
+        return ValueFunction()
+    saved = None if directory is None else directory / _FOLDER
+    if ranks.is_rank_zero and saved is not None and not saved.is_dir():
+        raise ConfigError(
+            "the checkpoint holds no critic that this run can continue with",
+            field="algorithm.advantage",
+            value=str(directory),
+            remedy="keep algorithm.advantage as it was in that run, or set another trainer.run_dir",
+        )
+    return Critic(config, ranks, saved)
 
 
-def _no_critic(directory: Path | None) -> ConfigError:
-    """Returns the error for a checkpoint whose run had no critic, or one in another location."""
-    return ConfigError(
-        "the checkpoint holds no critic that this run can continue with",
-        field="critic.location",
-        value=str(directory),
-        remedy="keep algorithm.advantage and critic.location as they were in that run, "
-        "or set another trainer.run_dir",
+def value_loss(
+    values: Tensor, old_values: Tensor, returns: Tensor, clip: float | None
+) -> tuple[Tensor, Tensor]:
+    """Returns [C] ½·max((v − R)², (clip(v, v_old ± clip) − R)²), or ½(v − R)² when `clip` is None,
+    and [C] bool whether the value is so far from the old one that the loss no longer moves it.
+
+    The squared error of Schulman et al. 2017 (arXiv:1707.06347), clipped as in PPO's reference
+    implementation in OpenAI baselines. For example, with an old value of 0 and a clip of 0.2:
+
+    | v | R | (v − R)² | (clipped v − R)² | loss | |
+    |---|---|---|---|---|---|
+    | 0.1 | 1 | 0.81 | 0.81 | 0.405 | inside the range |
+    | 0.5 | 1 | 0.25 | 0.64 | 0.32 | moved far enough towards R: no gradient |
+    | 0.5 | 0 | 0.25 | 0.04 | 0.125 | moved away: the full gradient |
+
+    Args:
+        values, old_values, returns: [C] v, v_old and R.
+        clip: distance from the old value where clipping starts.
+    """
+    error = (values - returns).square()
+    if clip is None:
+        return 0.5 * error, torch.zeros_like(error, dtype=torch.bool)
+    change = values - old_values
+    clipped_error = (old_values + change.clamp(-clip, clip) - returns).square()
+    # Inside the range both errors are equal up to rounding.
+    clipped = (clipped_error > error) & (change.abs() > clip)
+    return 0.5 * torch.where(clipped, clipped_error, error), clipped
+
+
+def _concatenated(arrays: Sequence[Float32], device: torch.device) -> Tensor:
+    return torch.from_numpy(np.concatenate(arrays)).to(device, non_blocking=True)
+
+
+def _metrics(
+    batch: Batch, own: Sequence[int], ranks: Ranks, sums: Tensor, *, norms: Sequence[float]
+) -> CriticMetrics:
+    """Returns the metrics of an update on the rows `own` and those of the other ranks. A
+    collective.
+    """
+    assert batch.values is not None
+    assert batch.returns is not None
+    loss, clipped, tokens = sums.tolist()
+    old = np.concatenate([np.zeros(0), *(batch.values[i] for i in own)])
+    returns = np.concatenate([np.zeros(0), *(batch.returns[i] for i in own)])
+    errors = returns - old
+    own_sums = torch.tensor([float(len(old)), old.sum(), returns.sum()], dtype=torch.float64)
+    count, old_sum, return_sum = ranks.sum_shares(own_sums).tolist()
+
+    # 1 where the values predicted every return, 0 where a constant would have done as well.
+    of_returns = ((returns - return_sum / count) ** 2).sum()
+    of_errors = ((errors - (return_sum - old_sum) / count) ** 2).sum()
+    squares = torch.tensor([of_returns, of_errors], dtype=torch.float64)
+    variance, unexplained = ranks.sum_shares(squares).tolist()
+    explained = 1 - unexplained / variance if variance > 0 else 0.0
+    applied = [norm for norm in norms if math.isfinite(norm)]
+    return CriticMetrics(
+        value_loss=loss / tokens if applied else None,
+        grad_norm=float(np.mean(applied)) if applied else None,
+        clip_fraction=clipped / tokens if applied else None,
+        explained_variance=explained,
+        value_mean=old_sum / count,
+        return_mean=return_sum / count,
+        skipped=len(norms) - len(applied),
     )

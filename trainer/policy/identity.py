@@ -57,7 +57,6 @@ def identity(config: Config, learns_from: LearnsFrom = "rewards") -> Facts:
     }
     models: dict[str, str] = {}
     if algorithm.needs_critic:
-        plain["critic.location"] = config.critic.location
         models["critic.model"] = config.critic.model
     if algorithm.kl_coef > 0:
         models["model.reference"] = model.reference

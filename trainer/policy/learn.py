@@ -8,10 +8,9 @@ from dataclasses import replace
 
 import torch
 
-from common.wire.schemas import CriticMetrics
 from trainer.algorithms.batch import Batch, TrainingGroup
 from trainer.algorithms.compute_advantages import compute_advantages
-from trainer.policy.critic import ValueFunction
+from trainer.policy.critic import CriticMetrics, ValueFunction
 from trainer.policy.policy import Policy, PolicyUpdate
 from trainer.policy.reference import Reference
 
@@ -31,15 +30,8 @@ def shared_batch(groups: list[TrainingGroup], policy: Policy) -> Batch:
     return batch.shared(ranks)
 
 
-def learn(
-    policy: Policy, reference: Reference, critic: ValueFunction, batch: Batch
-) -> tuple[PolicyUpdate, CriticMetrics | None]:
-    """Fills the columns of `batch` and updates the models. A collective; the caller counts the
-    step. Advantages, and log-probabilities if they are recorded, are of all rows on rank 0.
-
-    The result depends on nothing but the models, the batch, the settings and the step: randomness,
-    such as dropout, is seeded here. Returns the metrics of policy and critic.
-    """
+def fill(policy: Policy, reference: Reference, critic: ValueFunction, batch: Batch) -> None:
+    """Fills the columns of `batch`: what an update needs besides its tokens. A collective."""
     config = policy.config
     ranks = policy.ranks
     torch.manual_seed((policy.seed * 4096 + ranks.rank) % 2**63)
@@ -52,12 +44,24 @@ def learn(
         batch, config, policy.kl_coef, ranks.sum_shares
     )
 
-    # A critic-server learns while the policy is updated here.
-    finish_critic_update = critic.start_update(batch, policy.seed)
+
+def learn(
+    policy: Policy, reference: Reference, critic: ValueFunction, batch: Batch
+) -> tuple[PolicyUpdate, CriticMetrics | None]:
+    """Fills the columns of `batch` and updates the models. A collective; the caller counts the
+    step. Advantages, and log-probabilities if they are recorded, are of all rows on rank 0.
+
+    The result depends on nothing but the models, the batch, the settings and the step: randomness,
+    such as dropout, is seeded here. Returns the metrics of policy and critic.
+    """
+    ranks = policy.ranks
+    fill(policy, reference, critic, batch)
+
+    critic_metrics = critic.update(batch, policy.seed)
     warming_up = critic.warming_up(policy.step)
     update = policy.skip_update() if warming_up else policy.update(batch)
-    critic_metrics = finish_critic_update()
 
+    assert batch.advantages is not None, "`fill` computes them"
     batch.advantages = batch.whole(batch.advantages, ranks)
     if batch.old_logprobs is not None:
         batch.old_logprobs = batch.whole(batch.old_logprobs, ranks)

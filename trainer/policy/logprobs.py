@@ -25,7 +25,7 @@ _GPU_KEPT_BYTES = 5 << 30
 """Up to these sizes, probabilities are kept for the backward pass; larger ones are recomputed."""
 
 
-def token_scores(
+def token_scores(  # noqa: PLR0913  # keywords say what each is
     head: nn.Linear,
     hidden: Tensor,
     targets: Tensor,
@@ -35,6 +35,7 @@ def token_scores(
     float32: bool = True,
     support: Support | None = None,
     final: FinalLogits = _PLAIN,
+    added: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Returns log-probabilities [C] of `targets` under softmax(logits / temperature), and entropies
     [C], in nats.
@@ -51,6 +52,7 @@ def token_scores(
         float32: whether logits are float32; else they are rounded to the precision of `hidden`.
         support: restricts the distribution to the tokens that each target was sampled from.
         final: what the model does to the output of its head.
+        added: [C, r] and [V, r], whose product is added to that output: an adapter of the head.
     """
     # Logits are scale · c · tanh(z / c) with c = cap / scale: the scale is part of the temperature.
     scoring = _Scoring(
@@ -65,7 +67,10 @@ def token_scores(
     )
     if torch.is_autocast_enabled(hidden.device.type):
         hidden = hidden.to(torch.get_autocast_dtype(hidden.device.type))
-    logprobs, entropies = _LinearScores.apply(hidden, head.weight, head.bias, scoring)
+    low, low_weight = added or (None, None)
+    logprobs, entropies = _LinearScores.apply(
+        hidden, head.weight, head.bias, low, low_weight, scoring
+    )
     return logprobs, entropies
 
 
@@ -110,15 +115,26 @@ class _Scoring:
     kernels: ModuleType | None
     """Triton's; None where torch's own operators are used, as for a head with a cap."""
 
-    def logits(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Returns logits [N, V] in float32; unless `float32`, rounded to the precision of
-        `hidden`.
+    def logits(
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        low: Tensor | None,
+        low_weight: Tensor | None,
+    ) -> Tensor:
+        """Returns logits [N, V] in float32; unless `float32`, the head's own are rounded to the
+        precision of `hidden`. `low` [N, r] and `low_weight` [V, r] are what is added to them.
         """
         if self.float32:
-            return float32_logits(hidden, weight, bias)
-        cast = None if bias is None else bias.to(hidden.dtype)
-        with torch.autocast(hidden.device.type, enabled=False):
-            return nn.functional.linear(hidden, weight, cast).float()
+            logits = float32_logits(hidden, weight, bias)
+        else:
+            cast = None if bias is None else bias.to(hidden.dtype)
+            with torch.autocast(hidden.device.type, enabled=False):
+                logits = nn.functional.linear(hidden, weight, cast).float()
+        if low is not None and low_weight is not None:
+            logits.add_(float32_product(low, low_weight.t()))
+        return logits
 
     def factor(self, by_logprob: Tensor) -> Tensor:
         """Returns [N, 1] the gradient by p − onehot(y) of that by the log-probabilities [N]."""
@@ -236,14 +252,21 @@ class _LinearScores(torch.autograd.Function):  # type: ignore[misc]  # torch is 
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, scoring: _Scoring
+    def forward(  # noqa: PLR0917  # as `apply` calls it
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        low: Tensor | None,
+        low_weight: Tensor | None,
+        scoring: _Scoring,
     ) -> tuple[Tensor, Tensor]:
         """Returns log-probabilities [C] and entropies [C] from hidden [C, H], weight [V, H] and
-        bias [V].
+        bias [V], and from low [C, r] and low_weight [V, r], whose product is added to the logits.
         """
         size = _chunk_size(hidden, len(weight))
         cast = weight.to(hidden.dtype)
+        low_cast = None if low_weight is None else low_weight.to(hidden.dtype)
 
         kept: Tensor | None = None  # [C, V] p − onehot(y), times the derivative of the cap
         # What is kept for the backward pass saves computing the logits again.
@@ -258,7 +281,8 @@ class _LinearScores(torch.autograd.Function):  # type: ignore[misc]  # torch is 
         statistics = hidden.new_empty(3, len(hidden), dtype=torch.float32)
         for start in range(0, len(hidden), size):
             chunk = slice(start, start + size)
-            logits = scoring.logits(hidden[chunk], cast, bias)
+            own_low = None if low is None else low[chunk]
+            logits = scoring.logits(hidden[chunk], cast, bias, low=own_low, low_weight=low_cast)
             slope = None if kept is None else kept[chunk]
             scoring.score(logits, chunk, statistics[:, chunk], slope)
             del logits  # before the next chunk's are computed
@@ -267,7 +291,7 @@ class _LinearScores(torch.autograd.Function):  # type: ignore[misc]  # torch is 
         entropies = statistics[1].clone()
         ctx.scoring = scoring
         ctx.chunk_size = size if kept is None else max(1, len(hidden))
-        ctx.save_for_backward(hidden, weight, bias, kept, statistics)
+        ctx.save_for_backward(hidden, weight, bias, low, low_weight, kept, statistics)
         if not scoring.entropy_gradient:
             ctx.mark_non_differentiable(entropies)
         return logprobs, entropies
@@ -276,7 +300,7 @@ class _LinearScores(torch.autograd.Function):  # type: ignore[misc]  # torch is 
     def backward(ctx: Any, by_logprob: Tensor, by_entropy: Tensor) -> tuple[Tensor | None, ...]:
         """Returns the gradients of `forward`'s arguments from those of its results, [C] each."""
         scoring: _Scoring = ctx.scoring
-        hidden, weight, bias, kept, statistics = ctx.saved_tensors
+        hidden, weight, bias, low, low_weight, kept, statistics = ctx.saved_tensors
         to_hidden, to_weight, to_bias = ctx.needs_input_grad[:3]
         cast = weight.to(hidden.dtype)
         hidden_gradient = torch.empty_like(hidden) if to_hidden else None
@@ -284,6 +308,13 @@ class _LinearScores(torch.autograd.Function):  # type: ignore[misc]  # torch is 
         bias_gradient: Tensor | None = None
         if bias is not None and to_bias:
             bias_gradient = torch.zeros_like(bias, dtype=torch.float32)
+        low_cast: Tensor | None = None
+        low_gradient: Tensor | None = None
+        low_weight_gradient: Tensor | None = None
+        if low is not None:
+            low_cast = low_weight.to(hidden.dtype)
+            low_gradient = torch.empty_like(low)
+            low_weight_gradient = torch.zeros_like(low_weight, dtype=torch.float32)
 
         for start in range(0, len(hidden), ctx.chunk_size):
             chunk = slice(start, start + ctx.chunk_size)
@@ -291,8 +322,9 @@ class _LinearScores(torch.autograd.Function):  # type: ignore[misc]  # torch is 
                 slope = kept
                 factor = scoring.factor(by_logprob[chunk])
             else:
+                own_low = None if low is None else low[chunk]
                 slope, factor = scoring.gradient(
-                    scoring.logits(hidden[chunk], cast, bias),
+                    scoring.logits(hidden[chunk], cast, bias, low=own_low, low_weight=low_cast),
                     chunk,
                     statistics[:, chunk],
                     by_logprob=by_logprob[chunk],
@@ -308,6 +340,10 @@ class _LinearScores(torch.autograd.Function):  # type: ignore[misc]  # torch is 
                     product if weight_gradient is None else weight_gradient.add_(product)
                 )
                 del product
+            if low_cast is not None and low_gradient is not None:
+                torch.mul(slope @ low_cast, factor, out=low_gradient[chunk])
+                scaled = (low[chunk] * factor).to(hidden.dtype)
+                low_weight_gradient += float32_product(slope.t(), scaled)
             if bias_gradient is not None:
                 bias_gradient += float32_product(slope.t(), factor.to(hidden.dtype))[:, 0]
             del slope  # before the next chunk's is computed
@@ -318,6 +354,8 @@ class _LinearScores(torch.autograd.Function):  # type: ignore[misc]  # torch is 
             hidden_gradient,
             None if weight_gradient is None else weight_gradient.to(weight.dtype),
             None if bias_gradient is None else bias_gradient.to(bias.dtype),
+            low_gradient,
+            None if low_weight_gradient is None else low_weight_gradient.to(low_weight.dtype),
             None,  # scoring
         )
 

@@ -75,17 +75,21 @@ class NewAdapter(AddedModules):
         return name.replace(_BASE, ".")
 
     def first(self, name: str, shape: Sequence[int]) -> Tensor | None:
-        """Returns PEFT's initial A or B. It depends only on name and seed, so that every rank gets
-        the same.
-        """
-        if name.endswith(_B):
-            return torch.zeros(tuple(shape))
-        if not name.endswith(_A):
+        """Returns PEFT's initial A or B (`first_factor`)."""
+        if not name.endswith((_A, _B)):
             return None
-        seed = zlib.crc32(f"{self._config.seed} {name}".encode())
-        generator = torch.Generator().manual_seed(seed)
-        bound = shape[1] ** -0.5
-        return torch.empty(tuple(shape)).uniform_(-bound, bound, generator=generator)
+        return first_factor(self._config.seed, name, shape)
+
+
+def first_factor(seed: int, name: str, shape: Sequence[int]) -> Tensor:
+    """Returns PEFT's initial A or B: A is random, B is 0. It depends only on seed and name, so that
+    every rank gets the same.
+    """
+    if ".lora_B." in name:
+        return torch.zeros(tuple(shape))
+    generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))
+    bound = shape[1] ** -0.5
+    return torch.empty(tuple(shape)).uniform_(-bound, bound, generator=generator)
 
 
 def load_policy(config: Config, ranks: Ranks, directory: Path | None = None) -> Scorer:
@@ -141,6 +145,21 @@ def _check_published(model: Any, own: Mapping[str, Tensor], config: Config, rank
         )
 
 
+def adaptable_layers(model: Any) -> dict[str, list[str]]:
+    """Returns the names of the decoder's layers that can have an adapter, by their last
+    components.
+    """
+    decoder = model.get_decoder()
+    inside = decoder_name(model)
+    linear: dict[str, list[str]] = {}
+    for name, module in decoder.named_modules():
+        path = name.split(".")
+        skipped = module is model.get_output_embeddings() or not _ROUTERS.isdisjoint(path)
+        if isinstance(module, nn.Linear) and not skipped and not _in_kernel(decoder, name):
+            linear.setdefault(path[-1], []).append(f"{inside}.{name}".removeprefix("."))
+    return linear
+
+
 def _adapted_layers(config: Config, model: Any) -> dict[str, list[str]]:
     """Returns the names of the layers that get an adapter, by their last components.
 
@@ -148,15 +167,7 @@ def _adapted_layers(config: Config, model: Any) -> dict[str, list[str]]:
     the engine would not load.
     """
     lora = config.lora
-    decoder = model.get_decoder()
-    inside = _decoder_name(model)
-    linear: dict[str, list[str]] = {}
-    for name, module in decoder.named_modules():
-        path = name.split(".")
-        skipped = module is model.get_output_embeddings() or not _ROUTERS.isdisjoint(path)
-        if isinstance(module, nn.Linear) and not skipped and not _in_kernel(decoder, name):
-            linear.setdefault(path[-1], []).append(f"{inside}.{name}".removeprefix("."))
-
+    linear = adaptable_layers(model)
     if not linear:
         raise ConfigError(
             "the decoder of this model has no linear layers, to which an adapter could be added",
@@ -189,20 +200,15 @@ def _insert(config: Config, model: Any, layers: Mapping[str, list[str]]) -> None
     """Inserts PEFT's layers for these layers of the model, and describes the adapter in
     `model.peft_config`.
     """
-    from peft import LoraConfig, inject_adapter_in_model
+    from peft import inject_adapter_in_model
 
     lora = config.lora
-    local = Path(config.model.name)
-    by_name = [last for last in layers if not _names_experts(last, model)]
-    described = LoraConfig(
-        r=lora.rank,
-        lora_alpha=lora.alpha,
-        lora_dropout=lora.dropout,
-        target_modules=by_name,
-        # Absolute, to be found from any working directory.
-        base_model_name_or_path=str(local.resolve()) if local.is_dir() else config.model.name,
-        task_type="CAUSAL_LM",
-    )
+    described = describe_adapter(config.model.name, model, layers, rank=lora.rank, alpha=lora.alpha)
+    described.lora_dropout = lora.dropout
+    modules = described.target_modules
+    parameters = described.target_parameters
+    described.target_modules = set(modules)
+    described.target_parameters = None
     # Only these keys tell PEFT exactly which layers: it takes the names `gate_proj` and `down_proj`
     # in a mixture for those of the experts, of which there are none in it any more.
     keys = dict.fromkeys(f"{name}.lora_A.weight" for names in layers.values() for name in names)
@@ -210,12 +216,33 @@ def _insert(config: Config, model: Any, layers: Mapping[str, list[str]]) -> None
         warnings.filterwarnings("ignore", "While injecting the PEFT adapters", RuntimeWarning)
         inject_adapter_in_model(described, model, "default", state_dict=keys)
     model._hf_peft_config_loaded = True
+    described.target_modules = modules
+    described.target_parameters = parameters
 
-    # Whoever reads the adapter finds the same layers by these.
-    described.target_modules = by_name
-    described.target_parameters = [
-        f"{name}.weight" for last in layers if last not in by_name for name in layers[last]
-    ]
+
+def describe_adapter(
+    base: str, model: Any, layers: Mapping[str, list[str]], *, rank: int, alpha: float
+) -> Any:
+    """Returns PEFT's config of an adapter of these layers of the model, whose files are in `base`.
+    Whoever reads the adapter finds the same layers by it.
+    """
+    from peft import LoraConfig
+
+    local = Path(base)
+    by_name = [last for last in layers if not _names_experts(last, model)]
+    described = LoraConfig(
+        r=rank,
+        lora_alpha=alpha,
+        target_modules=by_name,
+        target_parameters=[
+            f"{name}.weight" for last in layers if last not in by_name for name in layers[last]
+        ],
+        # Absolute, to be found from any working directory.
+        base_model_name_or_path=str(local.resolve()) if local.is_dir() else base,
+        task_type="CAUSAL_LM",
+    )
+    described.target_modules = by_name  # PEFT makes it a set, whose order in a file varies
+    return described
 
 
 def _in_kernel(decoder: nn.Module, name: str) -> bool:
@@ -227,7 +254,8 @@ def _in_kernel(decoder: nn.Module, name: str) -> bool:
     return last == "out_proj" and {"A_log", "D"} <= parameters.keys()
 
 
-def _decoder_name(model: Any) -> str:
+def decoder_name(model: Any) -> str:
+    """Returns the name of the decoder among the modules of the model."""
     decoder = model.get_decoder()
     return str(next(name for name, module in model.named_modules() if module is decoder))
 
@@ -247,21 +275,28 @@ def _names_experts(name: str, model: Any) -> bool:
 
 def adapter_tensors(model: Any) -> Iterator[tuple[str, Tensor]]:
     """Yields the adapter's tensors in the model, with PEFT's names."""
-    placed = _placing(model)
+    placed = placing(model)
     for name, tensor in named_tensors(model).items():
         if name.endswith((_A, _B)):
             yield ADAPTER_PREFIX + placed(name.removesuffix(".default.weight")) + ".weight", tensor
 
 
-def _placing(model: Any) -> Callable[[str], str]:
+def head_name(model: Any) -> str:
+    """Returns the name of the head among the modules of the model."""
+    head = model.get_output_embeddings()
+    return str(next(name for name, module in model.named_modules() if module is head))
+
+
+def placing(model: Any) -> Callable[[str], str]:
     """Returns a function of names in the model, whose results are those in the model of the files:
     that is the one to which PEFT adds an adapter, even if only its language model is trained.
     """
     if not model.kept.has_more_than(model.config):
         return lambda name: name
-    own = _decoder_name(model)
+    own = decoder_name(model)
     whole = model.kept.decoder_path
-    return lambda name: whole + name.removeprefix(own)
+    head = head_name(model)
+    return lambda name: name if name.startswith(head) else whole + name.removeprefix(own)
 
 
 def merged_tensors(
@@ -312,15 +347,18 @@ def adapter_contents(policy: Any) -> Contents:
     )
 
 
-def adapter_config(policy: Any) -> str:
-    """Returns the text of PEFT's `adapter_config.json`."""
-    written = copy.copy(policy.peft_config["default"])
+def adapter_config(policy: Any, described: Any = None) -> str:
+    """Returns the text of PEFT's `adapter_config.json`, of the policy's own adapter unless another
+    is `described`.
+    """
+    written = copy.copy(described or policy.peft_config["default"])
     written.inference_mode = True
-    placed = _placing(policy)
+    placed = placing(policy)
     written.target_parameters = [placed(name) for name in written.target_parameters or ()]
-    inside = placed(_decoder_name(policy))
+    inside = placed(decoder_name(policy))
+    head = head_name(policy)
     # A vision tower's layers have the same numbers: SGLang would mistake them for the decoder's.
-    written.exclude_modules = rf"(?!{re.escape(inside)}\.).*" if "." in inside else None
+    written.exclude_modules = rf"(?!{re.escape(inside)}\.|{head}$).*" if "." in inside else None
     if written.target_parameters:
         written.lora_dropout = 0.0  # PEFT knows none for parameters, and a reader needs none
     with TemporaryDirectory(prefix="rlhf-math-") as directory:

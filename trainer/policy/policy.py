@@ -282,6 +282,12 @@ class Policy:
             digest_seconds=digest_seconds,
         )
 
+    def gradient(self, batch: Batch) -> list[Tensor]:
+        """Returns the gradient of the loss over a whole batch, before any update. A collective."""
+        loss_rows = np.flatnonzero([row.in_loss for row in batch.rows])
+        self._accumulate(batch, loss_rows, first=True)
+        return [gradient.detach().clone() for _, gradient in self.optimizer.gradients()]
+
     def skip_update(self) -> PolicyUpdate:
         """Returns the result of a step in which only the critic learns: no updates, no tokens."""
         return PolicyUpdate(Sums().metrics([], 0.0, self.kl_coef, skipped=0, stopped=False))

@@ -3,7 +3,7 @@
 import json
 import logging
 import warnings
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -388,6 +388,9 @@ class Scorer(nn.Module):  # type: ignore[misc]  # torch is not typed for mypy he
         self.model = model
         self.routers = Routers(model) if routing_replay else None
         """The routers that use the engine's experts; None where they choose."""
+        self.adapt_head: Callable[[Tensor], tuple[Tensor, Tensor] | None] = lambda _: None
+        """The adapter of the head, if it has one: hidden states [C, H] -> [C, r] and [V, r], whose
+        product is added to the head's output."""
         self.dropout: list[str] = []
         """The settings that make updates drop some of the model's numbers, such as
         `attention_dropout 0.1`."""
@@ -452,6 +455,7 @@ class Scorer(nn.Module):  # type: ignore[misc]  # torch is not typed for mypy he
                 float32=self._fp32_head,
                 support=support,
                 final=self._final_logits,
+                added=self.adapt_head(hidden),
             )
         if own is not None:
             assert self.context is not None

@@ -360,13 +360,7 @@ class Collector:
         # The buffer hands each group out once; these checks notice a store that was set back.
         for group_id in taken.ids:
             if group_id in self._held:
-                raise CollectFailed(
-                    "a group was delivered twice: its lease ended before it was trained on",
-                    field="replay.lease_s",
-                    value=self._config.replay.lease_s,
-                    remedy="raise it above the longest time from the delivery of a batch to the "
-                    "end of its update",
-                )
+                raise _not_ours(group_id, "which it had handed out before")
             group = waiting.get(group_id)
             if group is None:
                 raise _not_ours(

@@ -1,10 +1,18 @@
 """Inputs of the reward-server, and the sampling seeds of groups."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from common.wire.schemas import Completion, FinishReason, Prompt, RewardItem
+
+
+class Asked(Protocol):
+    """A group of answers, with what it answers."""
+
+    prompt_id: str
+    prompt: str
+    ground_truth: str
 
 
 @dataclass(frozen=True)
@@ -17,6 +25,15 @@ class GeneratedAnswer:
     """Length including the end-of-sequence token; None when the server does not report it."""
     token_ids: Sequence[int] | None = None
     """The token ids, if known."""
+
+
+def row_of(group: Asked, rows: Mapping[str, Prompt]) -> Prompt:
+    """Returns the row of a group as the run recorded it, with the further columns that it has in
+    the data set.
+    """
+    own = {"prompt": group.prompt, "ground_truth": group.ground_truth}
+    row = rows.get(group.prompt_id)
+    return row.model_copy(update=own) if row else Prompt(id=group.prompt_id, **own)
 
 
 def reward_items(

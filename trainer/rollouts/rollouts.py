@@ -32,8 +32,7 @@ _SAY_EVERY_S = 30.0
 
 
 class Rollouts:
-    """The rollouts of a run, which continue from `progress`. Rank 0 has them; the other ranks have
-    `FollowerRollouts`.
+    """The rollouts of a run, which continue from `progress`. Only rank 0 has them.
 
     `vocabulary` is the size of the model's vocabulary.
     """
@@ -66,6 +65,7 @@ class Rollouts:
         self._batches = 0
         self._requests = 0
         self._failure: BaseException | None = None  # raised by `next`
+        self._finish_acknowledging: Callable[[], None] = lambda: None
 
     @property
     def progress(self) -> PromptProgress:
@@ -270,16 +270,16 @@ class Rollouts:
                 "trained on",
             )
 
-    def start_acknowledging(self, batch: Batch) -> Callable[[], None]:
-        """Starts to acknowledge the groups of `batch`; the returned function waits for the end.
-
-        Also sets the priorities for reuse, and reports pass rates to a curriculum.
+    def start_acknowledging(self, batch: Batch) -> None:
+        """Starts to acknowledge the groups of `batch`, to set their priorities for reuse, and to
+        report pass rates to a curriculum. `free_slots` waits for the end.
         """
         priorities = {
             item.group.id: self._priority(item.group, advantages)
             for item, advantages in zip(batch.groups, batch.mean_advantages(), strict=True)
         }
-        return self._loop.begin(self._finish(batch, priorities, self._batches))
+        finish = self._finish(batch, priorities, self._batches)
+        self._finish_acknowledging = self._loop.begin(finish)
 
     async def _finish(self, batch: Batch, priorities: dict[str, float], number: int) -> None:
         with self._clock.stage("replay"):
@@ -295,8 +295,10 @@ class Rollouts:
 
     def free_slots(self, batch: Batch, *, when: "Future[None]") -> None:
         """Frees the slots of the batch's fresh groups as soon as `when` is done: when the engines
-        serve the weights that the batch trained. Does not wait; a failure of `when` stops the run.
+        serve the weights that the batch trained. Does not wait for `when`, whose failure stops the
+        run. Raises ServiceError when the groups could not be acknowledged.
         """
+        self._finish_acknowledging()
         when.add_done_callback(partial(self._free_slots, len(batch.fresh)))
 
     def _free_slots(self, count: int, served: "Future[None]") -> None:
@@ -306,28 +308,3 @@ class Rollouts:
             return
         with suppress(RuntimeError):  # the run has ended and closed its loop
             self._loop.loop.call_soon_threadsafe(self._collector.free_slots, count)
-
-
-class FollowerRollouts(Rollouts):
-    """The rollouts of a rank above 0: rank 0 does the work and shares the groups."""
-
-    def __init__(self) -> None:
-        pass
-
-    @property
-    def progress(self) -> PromptProgress:
-        """Only rank 0 knows it."""
-        return PromptProgress()
-
-    @contextmanager
-    def collecting(self, step: int, total_steps: int) -> Iterator[None]:
-        yield
-
-    def next(self, step: int) -> list[TrainingGroup]:
-        return []
-
-    def start_acknowledging(self, batch: Batch) -> Callable[[], None]:
-        return lambda: None
-
-    def free_slots(self, batch: Batch, *, when: "Future[None]") -> None:
-        pass

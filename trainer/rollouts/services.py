@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from common.clients.base import Client
-from common.clients.critic import CriticClient
 from common.clients.data import DataClient
 from common.clients.environment import EnvironmentClient
 from common.clients.replay import ReplayClient
@@ -26,8 +25,6 @@ class Services:
     rollout: RolloutClient
     reward: RewardClient
     replay: ReplayClient
-    critic: CriticClient | None = None
-    """None when there is no critic-server."""
     environment: EnvironmentClient | None = None
     """None when the run has no environment: each problem gets single completions."""
     rewards_tried: bool = False
@@ -39,10 +36,7 @@ class Services:
 
     def stateful(self) -> list[Client]:
         """Returns the clients of the services that store something."""
-        clients: list[Client] = [self.data, self.reward, self.replay]
-        if self.critic is not None:
-            clients.append(self.critic)
-        return clients
+        return [self.data, self.reward, self.replay]
 
     def all(self) -> list[Client]:
         """Returns the clients of all services of the run, the teacher excepted."""

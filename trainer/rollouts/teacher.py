@@ -12,6 +12,7 @@ import numpy as np
 import orjson
 
 from common.clients.engines import GeneratingClient
+from common.clients.network import Answer
 from common.errors import ConfigError, ServiceError, Unauthorized, shorten
 from common.settings.sections import TeacherSection
 from common.wire.schemas import Float32, Int32
@@ -52,6 +53,8 @@ class Teacher(GeneratingClient):
         rows = [[*map(int, prompt_ids), *tokens.tolist()] for tokens in completions]
         async with self._slots:
             scored = await self._ask(rows, len(prompt_ids))
+        # A server that does not tell its load was busy with this call, and the others waited.
+        self.engines.progress += 1
         found: list[Float32] = []
         for tokens, pairs in zip(completions, scored, strict=True):
             of_tokens = pairs[-len(tokens) :]
@@ -168,7 +171,7 @@ class Teacher(GeneratingClient):
         )
         return orjson.loads(response.content)
 
-    def _error(self, response: httpx.Response) -> ServiceError:
+    def _error(self, response: Answer) -> ServiceError:
         error = super()._error(response)
         if response.status_code == Unauthorized.status:
             error.remedy = f"set {API_KEY} in the environment of the trainer"

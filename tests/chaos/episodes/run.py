@@ -80,7 +80,7 @@ PROGRAMS = {
     "agent": "swallows.py",
     "server": "swallows.py",
     "openenv": "uvicorn",
-    "verifiers": "verifiers_server.py",
+    "verifiers": "examples/verifiers/server.py",
 }
 """A word in the command line of the processes that `program-kill` and `program-stop` hit."""
 
@@ -103,14 +103,14 @@ def environment_of(kind: str, folder: Path) -> str:
     if kind == "class":
         return "python:tests.chaos.episodes.parts:Swallows"
     if kind == "openenv":
-        app = "tests.chaos.episodes.openenv_app:app --port {port} --log-level error"
-        command = f"{python_of(kind)} -m uvicorn {app}"
-        return f"openenv:env PYTHONPATH={ROOT} {LOG}={log} {command}"
+        app = "tests.chaos.episodes.openenv_app:app --port PORT --log-level error"
+        command = f"env PYTHONPATH={ROOT} {LOG}={log} {python_of(kind)} -m uvicorn {app}"
+        return f"agent:{sys.executable} {ROOT}/examples/openenv/server.py '{command}' {{port}}"
     packages = f"{ROOT}:{SWALLOWS.with_name('packages')}"
     python = folder / "python"
     python.write_text(f'#!/bin/sh\n{LOG}={log} PYTHONPATH={packages} exec {python_of(kind)} "$@"\n')
     python.chmod(0o755)
-    return f"verifiers:{python} swallowing"
+    return f"agent:{python} {ROOT}/examples/verifiers/server.py swallowing {{port}}"
 
 
 class Kept:

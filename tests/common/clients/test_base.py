@@ -65,7 +65,7 @@ async def test_wait_healthy_waits_as_long_as_a_service_makes_progress() -> None:
                 progress.moved()
         loading.clear()
 
-    app = create_app("critic-server", not_ready=lambda: loading[0] if loading else None)
+    app = create_app("reward-server", not_ready=lambda: loading[0] if loading else None)
     async with in_process(app) as client:
         task = asyncio.create_task(load())
         await wait_healthy([client], 0.5)

@@ -31,7 +31,7 @@ async def answering(part: str) -> AsyncIterator[Client]:
 
     server = await asyncio.start_server(serve, "127.0.0.1", 0, limit=1 << 16)
     port = server.sockets[0].getsockname()[1]
-    async with Client("critic-server", f"http://127.0.0.1:{port}", deadline_s=LIMIT_S) as client:
+    async with Client("reward-server", f"http://127.0.0.1:{port}", deadline_s=LIMIT_S) as client:
         yield client
     server.close()
     for task in connections:
@@ -79,7 +79,7 @@ async def test_a_body_that_is_taken_slowly_is_sent() -> None:
 @pytest.mark.parametrize("part", ["stops", "trickles"])
 async def test_a_body_that_stops_ends_the_call(part: str) -> None:
     async with answering(part) as client:
-        with pytest.raises(Unreachable, match="critic-server did not answer GET /values in time"):
+        with pytest.raises(Unreachable, match="reward-server did not answer GET /values in time"):
             await client.request("GET", "/values")
 
 

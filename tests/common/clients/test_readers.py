@@ -1,6 +1,5 @@
 """A process of its own reads the engines' answers; the event loop only passes them on."""
 
-import asyncio
 import os
 import pathlib
 import signal
@@ -20,6 +19,7 @@ from common.clients import rollout
 from common.clients.rollout import GenerationFailed, RolloutClient
 from common.errors import ServiceLost
 from common.process.helpers import helper_processes
+from common.process.storage import StorageFailed
 from common.wire.schemas import Completion
 
 pytestmark = pytest.mark.integration
@@ -31,31 +31,46 @@ def readers() -> Iterator[ProcessPoolExecutor]:
         yield found
 
 
-async def generated(readers: ProcessPoolExecutor, **changed: Any) -> list[Completion]:
-    ids = list(range(50))
+def files_in(directory: pathlib.Path) -> list[pathlib.Path]:
+    return list(directory.iterdir())
+
+
+def answer_of(ids: list[int], **changed: Any) -> dict[str, Any]:
     meta = {
         "finish_reason": {"type": "stop"},
         "output_token_logprobs": [[-0.5 * token, token, None] for token in ids],
         "weight_version": "3",
         **changed,
     }
-    answer = {"text": "the text", "output_ids": ids, "meta_info": meta}
+    return {"text": "the text", "output_ids": ids, "meta_info": meta}
+
+
+async def generated(
+    readers: ProcessPoolExecutor, directory: pathlib.Path | None = None, **changed: Any
+) -> list[Completion]:
+    answer = answer_of(list(range(50)), **changed)
     transport = httpx.MockTransport(lambda _: httpx.Response(200, json=[answer, answer]))
     async with RolloutClient("router", "http://router", transport=transport) as client:
         client.readers = readers
+        client.directory = directory
         return await client.generate(
             [1], n=2, max_new_tokens=50, temperature=1.0, stop_token_ids=[]
         )
 
 
+@pytest.mark.parametrize("in_files", [False, True])
 async def test_answers_are_read_there(
-    readers: ProcessPoolExecutor, monkeypatch: pytest.MonkeyPatch
+    readers: ProcessPoolExecutor,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: pathlib.Path,
+    in_files: bool,
 ) -> None:
     monkeypatch.setattr(rollout, "completion_from_answer", None)  # of this process
-    for completion in await generated(readers):
+    for completion in await generated(readers, tmp_path if in_files else None):
         assert completion.token_ids.tolist() == list(range(50))
         np.testing.assert_array_equal(completion.logprobs, -0.5 * np.arange(50, dtype=np.float32))
         assert (completion.text, completion.weight_versions) == ("the text", [(3, 0, 50)])
+    assert files_in(tmp_path) == [], "answers are removed when they are read"
 
 
 async def test_an_answer_that_cannot_be_trained_on_fails_here(
@@ -92,37 +107,44 @@ def test_readers_end_with_a_process_that_is_killed() -> None:
     assert not pathlib.Path(f"/proc/{reader}").exists()
 
 
-class Counted(httpx.AsyncByteStream):
-    """A body that tells how many are received at once."""
+class BreaksOnce(httpx.AsyncByteStream):
+    """A body whose connection breaks in the middle, the first time."""
 
-    def __init__(self, body: bytes, at_once: list[int]) -> None:
+    def __init__(self, body: bytes, attempts: list[int]) -> None:
         self._body = body
-        self._at_once = at_once
+        self._attempts = attempts
 
     async def __aiter__(self) -> AsyncIterator[bytes]:
-        self._at_once[0] += 1
-        self._at_once[1] = max(self._at_once)
-        await asyncio.sleep(0.01)
-        self._at_once[0] -= 1
-        yield self._body
+        self._attempts.append(1)
+        half = len(self._body) // 2
+        yield self._body[:half]
+        if len(self._attempts) == 1:
+            raise httpx.ReadError("the connection broke")
+        yield self._body[half:]
 
 
-@pytest.mark.parametrize(("few", "most"), [(True, 2), (False, 8)])
-async def test_few_large_answers_are_received_at_once(few: bool, most: int) -> None:
-    ids = [1, 2]
-    meta = {
-        "finish_reason": {"type": "stop"},
-        "output_token_logprobs": [[-1.0, token, None] for token in ids],
-        "weight_version": "3",
-    }
-    body = orjson.dumps({"text": "", "output_ids": ids, "meta_info": meta})
-    at_once = [0, 0]
-    transport = httpx.MockTransport(lambda _: httpx.Response(200, stream=Counted(body, at_once)))
+async def test_a_body_of_which_half_arrived_is_received_again_and_leaves_no_file(
+    readers: ProcessPoolExecutor, tmp_path: pathlib.Path
+) -> None:
+    body = orjson.dumps(answer_of([1, 2]))
+    attempts: list[int] = []
+    transport = httpx.MockTransport(
+        lambda _: httpx.Response(200, stream=BreaksOnce(body, attempts))
+    )
     async with RolloutClient("router", "http://router", transport=transport) as client:
-        client.receives_few = few
-        asked = [
-            client.generate([1], n=1, max_new_tokens=2, temperature=1.0, stop_token_ids=[])
-            for _ in range(8)
-        ]
-        assert len(await asyncio.gather(*asked)) == 8
-    assert at_once[1] == most
+        client.readers = readers
+        client.directory = tmp_path / "answers"
+        asked = client.generate([1], n=1, max_new_tokens=2, temperature=1.0, stop_token_ids=[])
+        (completion,) = await asked
+    assert completion.token_ids.tolist() == [1, 2]
+    assert len(attempts) == 2
+    assert files_in(tmp_path / "answers") == []
+
+
+async def test_a_full_disk_fails_the_request_by_name(
+    readers: ProcessPoolExecutor, tmp_path: pathlib.Path
+) -> None:
+    (tmp_path / "answers").write_text("no directory")
+    with pytest.raises(StorageFailed) as error:
+        await generated(readers, tmp_path / "answers")
+    assert error.value.field == "state_dir"

@@ -67,7 +67,6 @@ def test_a_trainer_of_7b_on_eight_gpus() -> None:
         (["--parallel.shard_size", "1"], 4, 16),
         (["--parallel.offload_optimizer", "true"], 4, 0),
         (["--algorithm.name", "ppo"], 4, 8),
-        (["--algorithm.name", "ppo", "--critic.location", "server"], 4, 4),
         (["--algorithm.kl_coef", "0.1", "--parallel.offload_reference", "true"], 4, 4),
     ],
 )
@@ -251,8 +250,7 @@ def test_ranks_that_compute_a_row_together_share_its_pass() -> None:
 def test_weights_of_policy_and_critic_are_not_gathered_together() -> None:
     words = ["--algorithm.name", "ppo"]
     assert fastest_fit(QWEN_05B, load(words, {}), 8, 1e12).parallel.reshard_after_forward is True
-    words += ["--critic.location", "server"]
-    assert fastest_fit(QWEN_05B, load(words, {}), 8, 1e12).parallel.reshard_after_forward is False
+    assert fastest_fit(QWEN_05B, load([], {}), 8, 1e12).parallel.reshard_after_forward is False
 
 
 def test_ranks_that_compute_long_answers_together_need_the_memory_of_short_ones() -> None:

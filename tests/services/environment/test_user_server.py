@@ -43,13 +43,12 @@ async def test_one_server_plays_all_episodes_and_ends_with_this_one(
     assert not names_in(tmp_path), "its folder is removed"
 
 
-@pytest.mark.parametrize("kind", ["agent", "openenv"])
 def test_the_folder_of_a_killed_server_is_removed_at_the_next_start(
-    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     (tmp_path / "rlhf-episodes-killed" / "episode-1").mkdir(parents=True)
-    load_runner(EnvironmentSection(name=f"{kind}:sh {{port}}"), "", RuntimeSection())
+    load_runner(EnvironmentSection(name="agent:sh {port}"), "", RuntimeSection())
     assert not names_in(tmp_path)
 
 

@@ -1,74 +1,62 @@
-"""Random token sequences and targets for critics."""
+"""Batches of random rows with the columns that a critic reads."""
 
-from collections.abc import Callable
+from collections.abc import Sequence
 
 import numpy as np
 
-from common.wire.schemas import TokenSequence, ValueTargets
-from tests.support.processes.forks import Forked
 from trainer.algorithms.batch import Batch, Row, RowTokens
 
 VOCABULARY = 300
-Start = Callable[[], Forked]
-"""Starts the service as a process."""
 
 
-def make_sequences(count: int, seed: int = 0) -> list[TokenSequence]:
-    """Returns random prompts and completions of different lengths."""
+def make_batch(count: int, seed: int = 0) -> Batch:
+    """Returns a batch of prompts and completions of different lengths, with old values around 0,
+    returns around 0.5 and weights around 1.
+    """
     rng = np.random.default_rng(seed)
-    return [
-        TokenSequence(
+    ids = [
+        (
             rng.integers(3, VOCABULARY, int(rng.integers(3, 9))).astype(np.int32),
             rng.integers(3, VOCABULARY, int(rng.integers(1, 12))).astype(np.int32),
         )
         for _ in range(count)
     ]
+    batch = batch_of(ids, weights=rng.uniform(0.5, 1.5, count).tolist())
+    lengths = [len(completion) for _, completion in ids]
+    batch.values = [rng.normal(0, 0.1, length).astype(np.float32) for length in lengths]
+    batch.returns = [rng.normal(0.5, 1, length).astype(np.float32) for length in lengths]
+    return batch
 
 
-def make_rows(count: int, seed: int = 0) -> list[ValueTargets]:
-    """Returns random targets, with old values around 0 and weights around 1."""
-    rng = np.random.default_rng(seed + 1)
-    return [
-        ValueTargets(
-            sequence.prompt_ids,
-            sequence.completion_ids,
-            rng.normal(0, 0.1, len(sequence.completion_ids)).astype(np.float32),
-            rng.normal(0.5, 1, len(sequence.completion_ids)).astype(np.float32),
-            float(rng.uniform(0.5, 1.5)),
-        )
-        for sequence in make_sequences(count, seed)
-    ]
-
-
-def make_batch(count: int, seed: int = 0) -> Batch:
-    """Returns a batch of the same rows, with the columns that a critic reads."""
-    targets = make_rows(count, seed)
+def batch_of(
+    ids: Sequence[tuple[np.ndarray, np.ndarray]], weights: Sequence[float] | None = None
+) -> Batch:
+    """Returns a batch of these prompts and completions, without values and returns."""
     rows = [
         Row(
             group=f"group-{i}",
             prompt=i,
-            prompt_tokens=len(each.prompt_ids),
-            completion_tokens=len(each.completion_ids),
-            trained_tokens=len(each.completion_ids),
+            prompt_tokens=len(prompt),
+            completion_tokens=len(completion),
+            trained_tokens=len(completion),
             episode=i,
             reward=0.0,
-            weight=each.weight,
+            weight=weights[i] if weights else 1.0,
             current=True,
             in_loss=True,
         )
-        for i, each in enumerate(targets)
+        for i, (prompt, completion) in enumerate(ids)
     ]
     tokens = {
         i: RowTokens(
-            each.prompt_ids,
-            each.completion_ids,
+            prompt,
+            completion,
             mask=None,
-            targets=each.completion_ids,
-            rollout_logprobs=np.zeros_like(each.returns),
+            targets=completion,
+            rollout_logprobs=np.zeros(len(completion), np.float32),
         )
-        for i, each in enumerate(targets)
+        for i, (prompt, completion) in enumerate(ids)
     }
-    values, returns = [each.old_values for each in targets], [each.returns for each in targets]
     return Batch(
         [],
         rows,
@@ -76,6 +64,4 @@ def make_batch(count: int, seed: int = 0) -> Batch:
         group_sizes=[1] * len(rows),
         pass_rates=[0.0] * len(rows),
         own=list(range(len(rows))),
-        values=values,
-        returns=returns,
     )

@@ -12,12 +12,12 @@ from functools import cached_property
 from pathlib import PurePosixPath
 
 from common.errors import ConfigError
-from common.process.topology import CRITIC, DATA, ENVIRONMENT, REPLAY, REWARD, ROLLOUT, TRAINER
+from common.process.topology import DATA, ENVIRONMENT, REPLAY, REWARD, ROLLOUT, TRAINER
 from common.settings.config import Config, load
 
 _SHARED = ("MODEL_NAME", "NUM_EPOCHS", "BATCH_SIZE", "MAX_STEPS", "SEED", "RUN_CONFIG")
 _OWN = ("RLHF_STATE_DIR", "RLHF_TRAINER__RUN_DIR")
-_KEPT = {TRAINER: ("RUN_DIR", "begins at step 0 again"), CRITIC: ("STATE_DIR", "ends the run")}
+_KEPT = {TRAINER: ("RUN_DIR", "begins at step 0 again")}
 """Tasks that must not lose their disk: the variable naming its directory, and the other effect of a
 preemption."""
 
@@ -129,11 +129,8 @@ def missing(tasks: Sequence[Placed]) -> Iterator[tuple[str, str]]:
         return
     config = there[TRAINER].config
     needed = {DATA, ROLLOUT, REWARD, REPLAY}
-    if isinstance(config, Config):
-        if config.algorithm.needs_critic and config.critic.location == "server":
-            needed.add(CRITIC)
-        if config.environment.name:
-            needed.add(ENVIRONMENT)
+    if isinstance(config, Config) and config.environment.name:
+        needed.add(ENVIRONMENT)
     for name in sorted(needed - there.keys()):
         yield TRAINER, f"it needs the task {name}, but the tasks are {', '.join(there)}"
 

@@ -22,7 +22,6 @@ TITLES = {
     "data": "data-server",
     "reward": "reward-server",
     "replay": "replay-buffer",
-    "critic": "critic-server",
     "environment": "environment-server",
     "agent": "rollout-server (the agent of each node)",
     "engine": "rollout-engine (the embedded one)",

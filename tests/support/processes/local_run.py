@@ -25,9 +25,13 @@ class LocalRun:
         self.process: subprocess.Popen[bytes] | None = None
 
     def start(
-        self, text: str, *arguments: str, stdout: int = subprocess.PIPE
+        self,
+        text: str,
+        *arguments: str,
+        stdout: int = subprocess.PIPE,
+        open_files: int | None = None,
     ) -> subprocess.Popen[bytes]:
-        """Starts the runner on this YAML."""
+        """Starts the runner on this YAML, with this soft limit of open files if given."""
         (self.folder / "group.yaml").write_text(text)
         env = os.environ | {
             "PYTHONPATH": str(ROOT),
@@ -43,6 +47,9 @@ class LocalRun:
             "logs",
             *arguments,
         ]
+        if open_files is not None:
+            # A shell sets it: this process may itself hold more files than the limit.
+            command = ["bash", "-c", 'ulimit -Sn "$0" && exec "$@"', str(open_files), *command]
         self.process = subprocess.Popen(
             command,
             cwd=self.folder,

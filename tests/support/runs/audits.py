@@ -24,10 +24,14 @@ def audited(model: Path, run_dir: Path, *more: str) -> Config:
 
 
 def replayed(run_dir: Path, step: int, *more: str) -> tuple[int, str]:
+    """Replays a step by `rlhf audit` and returns its exit status and what it printed."""
+    return command(str(run_dir), "--step", str(step), *more)
+
+
+def command(*words: str) -> tuple[int, str]:
     """Runs `rlhf audit` and returns its exit status and what it printed."""
-    command = [sys.executable, "-m", "trainer.audit", str(run_dir), "--step", str(step), *more]
     done = subprocess.run(
-        command,
+        [sys.executable, "-m", "trainer.audit", *words],
         env=os.environ | {"PYTHONPATH": str(ROOT)},
         cwd=ROOT,
         capture_output=True,

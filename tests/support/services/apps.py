@@ -12,7 +12,6 @@ from common.process.topology import Topology
 from common.settings.config import Config, load
 from common.settings.sections import EnvironmentSection
 from common.wire.schemas import EpisodeLimits, EpisodeRequest, EpisodeSampling, EpisodeTask
-from services.critic.app import create_critic_app
 from services.data.app import create_data_app
 from services.data.loaders import load_split
 from services.engine.app import make_app
@@ -33,7 +32,7 @@ from trainer.observe.prometheus import TrainerMetrics
 from trainer.weights.board import WeightBoard
 from trainer.weights.versions import write_version
 
-SERVICES = ("data", "reward", "replay", "critic", "environment", "engine", "agent", "trainer")
+SERVICES = ("data", "reward", "replay", "environment", "engine", "agent", "trainer")
 
 
 def tiny(model: Path, directory: Path, *more: str) -> Config:
@@ -60,8 +59,6 @@ def make(service: str, config: Config) -> FastAPI:
         return create_reward_app(config.reward, body)
     if service == "replay":
         return create_replay_app(config.replay, config.state_dir, body)
-    if service == "critic":
-        return create_critic_app(config)
     if service == "environment":
         return _environment(config, body)
     if service == "engine":

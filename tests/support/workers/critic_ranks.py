@@ -11,27 +11,29 @@ from safetensors.torch import save_file
 from common.settings.config import load
 from learning.ranks import Ranks, end
 from learning.sharding import full, named_tensors
-from services.critic.critic import Critic
-from tests.support.batches.critic import make_rows, make_sequences
+from tests.support.batches.critic import make_batch
+from trainer.policy.critic import Critic, value_function
 
 
 def main(directory: Path, settings: list[str]) -> None:
     torch.set_num_threads(1)
     config = load(settings, {})
     with Ranks.from_env(400, config) as ranks:
-        critic = Critic(config, ranks)
-        critic.update(make_rows(9, seed=0), seed=0)
+        critic = value_function(config, ranks, None)
+        critic.update(make_batch(9), seed=0)
         saved = directory / "saved"
-        critic.save(saved)
-        critic = Critic(
-            config, ranks, saved if ranks.is_rank_zero else None
-        )  # only rank 0 has the checkpoint
+        for folder, snapshot in critic.snapshots(alone=True).items():
+            if ranks.is_rank_zero:
+                snapshot.write(saved / folder)
+        # Only rank 0 has the checkpoint.
+        critic = value_function(config, ranks, saved if ranks.is_rank_zero else None)
+        assert isinstance(critic, Critic)
         assert critic.step == 1
-        critic.update(make_rows(9, seed=1), seed=1)
-        sequences = make_sequences(7)
+        critic.update(make_batch(9, seed=1), seed=1)
+        batch = make_batch(7)
         values = [
-            row if len(row) else np.full(len(sequence.completion_ids), np.nan)
-            for sequence, row in zip(sequences, critic.values(sequences), strict=True)
+            found if len(found) else np.full(row.completion_tokens, np.nan)
+            for row, found in zip(batch.rows, critic.values(batch), strict=True)
         ]
         np.save(directory / f"values{ranks.rank}.npy", np.concatenate(values))
         new = {

@@ -3,7 +3,6 @@
 import torch.distributed.fsdp
 import transformers.models.qwen2.modeling_qwen2
 
-import services.critic.critic
-import trainer.policy.policy
+from trainer.policy import critic, policy
 
-__all__ = ["services", "torch", "trainer", "transformers"]
+__all__ = ["critic", "policy", "torch", "transformers"]

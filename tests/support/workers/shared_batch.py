@@ -11,10 +11,10 @@ import torch
 
 from common.settings.config import load
 from common.wire.codec import decode_groups
-from common.wire.schemas import CriticMetrics, Group
+from common.wire.schemas import Group
 from learning.ranks import Ranks, end
 from trainer.algorithms.batch import Batch, TrainingGroup
-from trainer.policy.critic import value_function
+from trainer.policy.critic import CriticMetrics, value_function
 from trainer.policy.learn import learn, shared_batch
 from trainer.policy.policy import Policy, PolicyUpdate
 from trainer.policy.reference import Reference
@@ -43,8 +43,7 @@ def main(directory: Path, words: list[str]) -> None:
     with Ranks.from_env(400, config) as ranks:
         policy = Policy(config, ranks)
         policy.step = 1
-        critic = value_function(config, ranks)
-        critic.restore(None)
+        critic = value_function(config, ranks, None)
         groups: list[TrainingGroup] = []
         if ranks.is_rank_zero:
             body = (directory / "groups.msgpack").read_bytes()

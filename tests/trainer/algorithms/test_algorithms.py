@@ -179,7 +179,6 @@ def test_explicit_settings_override_the_recipe() -> None:
         ["--model.reference", "somewhere"],
         ["--parallel.offload_reference", "true"],
         ["--critic.learning_rate", "1e-3"],
-        ["--critic.location", "server"],
         ["--replay.priority", "reward"],
         ["--replay.max_times_sampled", "9"],
         ["--replay.reuse_ratio", "0.5", "--replay.priority", "newest"],

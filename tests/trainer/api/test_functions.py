@@ -40,7 +40,6 @@ def config(folder: Path, **fields: Any) -> GRPOConfig:
     )
 
 
-@pytest.mark.usefixtures("curves")
 def test_functions_get_what_trl_gives_them(base_model: Path, tmp_path: Path) -> None:
     calls: list[dict[str, Any]] = []
 
@@ -102,7 +101,6 @@ def test_functions_get_what_trl_gives_them(base_model: Path, tmp_path: Path) -> 
     table = trainer.samples()
     assert list(table.columns) == ["step", "prompt", "completion", "reward", "correct"]
     assert len(table) == 16
-    assert trainer.plot()._repr_png_().startswith(b"\x89PNG")
 
 
 class Watch(TrainerCallback):  # type: ignore[misc]

@@ -218,9 +218,8 @@ def longest(group: Group, advantages: Sequence[float]) -> float:
     return float(max(len(completion.token_ids) for completion in group.completions))
 
 
-@pytest.mark.parametrize("location", ["trainer", pytest.param("server", marks=pytest.mark.slow)])
 def test_ppo_learns_a_critic_and_resumes_with_it(
-    settings: Callable[..., Config], tmp_path: Path, location: str
+    settings: Callable[..., Config], tmp_path: Path
 ) -> None:
     words = [
         "--algorithm.name",
@@ -230,7 +229,6 @@ def test_ppo_learns_a_critic_and_resumes_with_it(
         "--critic.warmup_steps",
         "1",
     ]
-    words += ["--critic.location", location]
     unbroken = settings(
         *words,
         "--trainer.max_steps",
@@ -269,8 +267,7 @@ def test_ppo_learns_a_critic_and_resumes_with_it(
         assert a["reward"] == b["reward"]
         assert a["critic"] == pytest.approx(b["critic"], abs=1e-4)
         assert a["update"] == pytest.approx(b["update"], abs=1e-3)
-    saved = place / ("state/critic" if location == "server" else "checkpoints") / "step_000004"
-    assert (saved if location == "server" else saved / "critic").joinpath("config.json").exists()
+    assert (place / "checkpoints" / "step_000004" / "critic" / "config.json").exists()
 
 
 def test_dynamic_sampling_fills_the_batch_with_groups_that_differ(

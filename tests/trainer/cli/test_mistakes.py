@@ -31,6 +31,7 @@ from trainer.cli import (
     train_math,
 )
 from trainer.dashboard import __main__ as dashboard
+from trainer.what_if import regrade
 
 GROUP = "jobgroup/rlhf-math-jobgroup.yaml"
 PROGRAMS: dict[str, Callable[[list[str]], Any]] = {
@@ -41,6 +42,7 @@ PROGRAMS: dict[str, Callable[[list[str]], Any]] = {
     "compare": compare.main,
     "diagnose": diagnose.main,
     "replay": replay.main,
+    "regrade": regrade.main,
     "tiny_model": tiny_model.main,
     "dashboard": dashboard.main,
     "local": local.main,
@@ -432,7 +434,7 @@ def test_a_mistake_in_the_python_api_is_reported_with_its_field(
 
 SERVE = ("trainer.report", "trainer.dashboard")
 """Commands whose pages FastAPI serves."""
-SERVICES = ["data", "rollout", "reward", "replay", "environment", "critic", "engine"]
+SERVICES = ["data", "rollout", "reward", "replay", "environment", "engine"]
 COMMAND_MODULES = [module for module, _ in COMMANDS.values()]
 MODULES = [
     *(module for module in COMMAND_MODULES if module not in SERVE),

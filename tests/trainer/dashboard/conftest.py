@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from tests.support.runs.no_curves import no_curves
 from tests.support.services.apps import tiny
 from trainer import train_in_process
 
@@ -41,8 +40,6 @@ def tiny_run(base_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
                 "0",
             )
             config = tiny(base_model, directory, *more, *ppo)
-            with pytest.MonkeyPatch.context() as patch:
-                no_curves(patch)
-                train_in_process(config, Console(quiet=True))
+            train_in_process(config, Console(quiet=True))
             complete.touch()
     return directory / "run"

@@ -248,5 +248,6 @@ def test_answers_have_the_fields_that_the_page_reads(run: RunReader) -> None:
         "reason",
         "detail",
         "completion",
+        "regraded",
     }
     assert json.dumps(rows)

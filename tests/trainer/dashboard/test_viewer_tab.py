@@ -72,6 +72,7 @@ def test_groups_are_paged_filtered_and_sorted_and_the_address_has_the_filters(
         tab.type("text", "IS 123 +")
         tab.says(f"1–{min(alike, 50)} of {alike}")
         assert set(tab.texts(".row-prompt")) == {"What is 123 + 1?"}
+        assert set(tab.texts("mark")) == {"is 123 +"}
         tab.type("step_to", "200")
         tab.says("1–7 of 7")
         for sort, downwards in (("-length", True), ("length", False)):
@@ -100,12 +101,11 @@ def longest(tab: Tab) -> list[int]:
 def run_of(directory: Path, steps: int = 3, each: int = 20) -> Path:
     """Records steps of groups with four completions each: rewards 0, 1, 0.5 and 0, different
     lengths."""
-    words = ["short", "the longest of them all by far", "middle one here", "needle"]
+    texts = ["short", "the longest of them all by far", "middle one here", "hay"]
     rewards, number = [0.0, 1.0, 0.5, 0.0], 0
     found = []
-    for step in range(steps):
-        texts = [words[:3] + (["needle"] if i == 5 and step == 0 else ["hay"]) for i in range(each)]
-        found.append([trained(group(number := number + 1, rewards, text)) for text in texts])
+    for _ in range(steps):
+        found.append([trained(group(number := number + 1, rewards, texts)) for _ in range(each)])
     record(directory, found)
     return directory
 
@@ -153,12 +153,6 @@ def test_a_researcher_reads_a_group_and_its_neighbours_by_keys_and_sends_a_link(
         assert tab.texts(".reader-list b") == ["2", "3", "1", "4"]
         page.press("a")
         assert [text.split()[1] for text in tab.texts(".reader-card h4")] == ["2", "3", "1", "4"]
-        page.press("a", "ESCAPE")
-        tab.type("text", "NEEDLE")
-        tab.says("1–1 of 1")
-        assert tab.texts("mark") == ["needle"]
-        tab.open()
-        tab.reads(4)
 
 
 def test_math_and_code_are_set_and_hostile_text_is_text(page: Page, tmp_path: Path) -> None:

@@ -156,11 +156,6 @@ def test_settings_that_an_update_does_not_read_exist() -> None:
     assert set(TrainerSection.model_fields) >= UNREAD_OF_TRAINER
 
 
-def test_an_audit_needs_the_groups_and_a_critic_of_its_own() -> None:
+def test_an_audit_needs_the_groups() -> None:
     with pytest.raises(ConfigError, match="needs the groups of every step"):
         load(["--trainer.audit", "true", "--trainer.keep_groups_mb", "0"], {})
-    with pytest.raises(ConfigError, match="what a critic-server computed"):
-        load(
-            ["--trainer.audit", "true", "--algorithm.name", "ppo", "--critic.location", "server"],
-            {},
-        )

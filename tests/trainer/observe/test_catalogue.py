@@ -23,7 +23,6 @@ TASKS = (
     "data-server",
     "reward-server",
     "replay-buffer",
-    "critic-server",
     "environment-server-1",
     "rollout-server-1",
     "router",

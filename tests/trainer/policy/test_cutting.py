@@ -1,6 +1,8 @@
 """How a batch is cut: every row exactly once, within budget, equally many passes on all ranks,
 balanced."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -9,7 +11,6 @@ from hypothesis import strategies as st
 
 from common.settings.config import Config
 from common.settings.sections import TrainerSection
-from common.wire.schemas import TokenSequence
 from learning.batching import Indices, Sizes, micro_batches, mini_batches, score_shared, shares
 from learning.layout import Packed, Padded
 from learning.ranks import Ranks
@@ -160,7 +161,10 @@ def test_token_counts_match_those_of_the_layouts() -> None:
     prompts = [np.arange(length, dtype=np.int32) for length in (3, 3, 7, 7, 7)]
     completions = [np.arange(length, dtype=np.int32) for length in (4, 0, 9, 1, 2)]
     for layout in (Packed, Padded):
-        rows = [TokenSequence(*row) for row in zip(prompts, completions, strict=True)]
+        rows = [
+            SimpleNamespace(prompt_ids=prompt, completion_ids=completion)
+            for prompt, completion in zip(prompts, completions, strict=True)
+        ]
         sizes = Sizes.of(rows, layout.shared)
         assert tokens(sizes, [0, 1, 2, 3, 4]) == layout.of(prompts, completions).input_ids.numel()
     assert sizes.groups.tolist() == [0, 0, 1, 1, 1]

@@ -134,7 +134,7 @@ def test_two_ranks_learn_from_a_batch_that_rank_zero_has(
     (tmp_path / "groups.msgpack").write_bytes(encode_groups(groups))
     words = ["--model.name", str(policy_dir), "--algorithm.name", name]
     words += ["--algorithm.mini_batches", "2", "--trainer.micro_batch_tokens", "30"]
-    words += ["--critic.location", "trainer", "--algorithm.rollout_correction", "none"]
+    words += ["--algorithm.rollout_correction", "none"]
     run_ranks(2, "shared_batch", str(tmp_path), *words)
     told = [json.loads((tmp_path / f"told{rank}.json").read_text()) for rank in (0, 1)]
 
@@ -157,8 +157,7 @@ def alone(groups: list[Group], words: list[str]) -> tuple[dict[str, float], int]
     config = load(words, {})
     policy = Policy(config, Ranks())
     policy.step = 1
-    critic = value_function(config, Ranks())
-    critic.restore(None)
+    critic = value_function(config, Ranks(), None)
     batch = Batch.of(weighted(groups), config, 1)
     update, metrics = learn(policy, Reference(policy), critic, batch)
     return numbers(update, metrics), scored_rows(batch, update)

@@ -61,23 +61,11 @@ def test_prompts_of_another_form_are_said(tmp_path: Path) -> None:
     )
 
 
-def test_a_problem_with_another_name_and_numbers_resembles_it(tmp_path: Path) -> None:
-    found = trained(tmp_path, (APPLES, "28"))
-    near = APPLES.replace("Maria", "Otto").replace("14", "20")
-    other = APPLES.replace("apples", "pears").replace("her", "his").replace("Tuesday", "Friday")
-    assert found.contain([problem(near)]) == [False]
-    assert found.resemble([problem(near), problem(other), problem("What is 2+3?")]) == [
-        True,
-        False,
-        False,
-    ]
-
-
-def test_a_prompt_takes_at_most_72_bytes(tmp_path: Path) -> None:
+def test_a_prompt_takes_8_bytes(tmp_path: Path) -> None:
     words = [f"{APPLES} {number} {APPLES}" for number in range(1000)]
     twice = [(each, "1") for each in words + words]
     trained(tmp_path, *twice)
-    assert (tmp_path / TRAINED_PROMPTS).stat().st_size < 72_000 + 1000
+    assert (tmp_path / TRAINED_PROMPTS).stat().st_size < 8_000 + 1000
 
 
 def test_a_damaged_file_is_named(tmp_path: Path) -> None:
@@ -129,9 +117,8 @@ def test_an_evaluation_says_what_was_trained_on(
     saved = trainer.save_model(tmp_path / "merged")
     assert "4, 2 of which were trained on" in (saved / "README.md").read_text()
     evaluator = ModelEvaluator(saved, max_new_tokens=4, progress=False)
-    measured = evaluator.evaluate(rows(range(2, 6)), right, near_duplicates=True)
+    measured = evaluator.evaluate(rows(range(2, 6)), right)
     assert measured["trained_on"] == [True, True, False, False]
-    assert measured["resembles_training"] == [False] * 4, "they have too few words"
     assert caplog.messages == [f"{saved}: 2 of 4 problems were trained on"]
     caplog.clear()
     other = ModelEvaluator(

@@ -17,11 +17,11 @@ from common.errors import ConfigError
 from common.settings.config import from_mapping
 from common.settings.sections import ModelSection
 from learning.ranks import Ranks
-from services.critic.model import load_value_model
 from services.engine.model import Model
 from trainer import ModelEvaluator
 from trainer.cli import export
 from trainer.policy.scorer import load_model
+from trainer.policy.value_model import load_value_model
 
 pytestmark = [
     pytest.mark.integration,

@@ -327,10 +327,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"environment.name": "agent:true", "environment.tool_timeout_s": 5},
         "environment.tool_timeout_s 5 cannot end the tools of a program",
     ),
-    "rewards of no steps": (
-        {"environment.step_rewards": "last"},
-        "environment.step_rewards last is for the steps of an OpenEnv server",
-    ),
     "a group of one": ({"environment.min_episodes": 1}, "environment.min_episodes"),
     "unread": (
         {"environment.name": "", "environment.turns": 3},

@@ -5,6 +5,7 @@ import asyncio
 import json
 import random
 import re
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from services.environment.template import Template
 from services.reward.functions.plain import PlainFunction
 from tests.support.environments.agent_environments import python_of
 from tests.support.environments.environments import request_for, served
+from tests.support.paths import ROOT
 from trainer.observe.run_dir import read_lines
 
 pytestmark = pytest.mark.integration
@@ -198,8 +200,9 @@ def served_by(kind: str) -> str:
     """Returns the environment: the class, or the MCP server, whose packages may be missing."""
     if kind == "class":
         return "python:examples.search_agent.search:SearchAgent"
-    server = "examples.search_agent.mcp_server:app --port {port} --log-level error"
-    return f"openenv:{python_of('openenv')} -m uvicorn {server}"
+    server = "-m uvicorn examples.search_agent.mcp_server:app --port PORT --log-level error"
+    played = f"{ROOT}/examples/openenv/server.py '{python_of('openenv')} {server}'"
+    return f"agent:{sys.executable} {played} {{port}}"
 
 
 @pytest.mark.slow

@@ -10,6 +10,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 import pytest
 import torch
@@ -111,6 +112,37 @@ def checked(settings: TeacherSection, tokenizer: Any) -> None:
             await teacher.check(tokenizer, 60.0)
 
     asyncio.run(run())
+
+
+def test_a_teacher_that_does_not_tell_its_load_gets_on_as_long_as_it_answers() -> None:
+    """Six groups wait for one another for longer than the limit of each."""
+    answers = 0
+
+    async def run() -> None:
+        turn = asyncio.Lock()
+
+        async def answer(request: httpx.Request) -> httpx.Response:
+            nonlocal answers
+            if request.method == "GET":
+                return httpx.Response(404)
+            async with turn:
+                await asyncio.sleep(0.5)
+            answers += 1
+            logprobs = [[None] + [-1.0] * len(row) for row in json.loads(request.content)["prompt"]]
+            choices = [
+                {"index": index, "logprobs": {"token_logprobs": row}}
+                for index, row in enumerate(logprobs)
+            ]
+            return httpx.Response(200, json={"choices": choices})
+
+        settings = settings_of("http://teacher/v1", timeout_s=2.0)
+        async with Teacher(settings, httpx.MockTransport(answer)) as teacher:
+            await asyncio.gather(
+                *(teacher.score(PROMPT, [np.array([30], np.int32)]) for _ in range(6))
+            )
+
+    asyncio.run(run())
+    assert answers == 6, "none was asked for twice"
 
 
 @pytest.mark.parametrize("form", ["", "/", "/v1"])

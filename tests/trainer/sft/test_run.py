@@ -59,7 +59,6 @@ def weights(checkpoint: Path) -> dict[str, torch.Tensor]:
     return found
 
 
-@pytest.mark.usefixtures("curves")
 def test_a_run_writes_its_files_and_its_checkpoint_is_a_model(
     policy_dir: Path, tmp_path: Path
 ) -> None:
@@ -95,7 +94,6 @@ def test_a_run_writes_its_files_and_its_checkpoint_is_a_model(
     ]
     assert calls == ["start", *["metrics"] * 9, "close"]
     assert RunReader(tmp_path / "run").series()["verdict"] == {"level": "none", "text": ""}
-    assert (tmp_path / "run" / "curves.png").stat().st_size > 10_000
 
     tokenizer, model = (
         AutoTokenizer.from_pretrained(saved),

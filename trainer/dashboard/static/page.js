@@ -9,13 +9,14 @@ import { RunsTable } from "./runs.js";
 import { fetchJson, fetchText, put } from "./server.js";
 import { Services } from "./services.js";
 import { showSettings } from "./settings.js";
+import { showWhy } from "./why.js";
 
 const SERIES_MS = 2000;
 const HEALTH_MS = 1500; // with HEALTH_PATIENCE_MS, what is dead is red within five seconds
 const HEALTH_PATIENCE_MS = 3000;
 const RUNS_MS = 5000;
 const FEW = 4; // runs that are overlaid without being asked for
-const PANELS = { overview: "overview", rollouts: "rollouts", runs: "runs-table", settings: "settings" };
+const PANELS = { overview: "overview", rollouts: "rollouts", runs: "runs-table", settings: "settings", why: "why" };
 const TABS = Object.keys(PANELS);
 const byId = (id) => document.getElementById(id);
 
@@ -81,6 +82,7 @@ function refresh() {
   overview.restore();
   overview.show(shown());
   if (name === "rollouts") openViewer();
+  if (name === "why") readWhy();
   readSeries().catch(() => {}); // the next round says why
 }
 
@@ -128,6 +130,16 @@ async function readDiagnosis() {
   if (!first) return;
   diagnosis.className = `verdict diagnosis ${first.level === "slow" ? "warn" : "bad"}`;
   fill(diagnosis, [said, el("br"), `Remedy: ${first.remedy}`]);
+}
+
+/** The answer of `rlhf why`, and a way to its groups. */
+async function readWhy() {
+  const answer = await fetchJson("why", { run: primary().run }).catch((error) => (error.status === 404 ? null : Promise.reject(error)));
+  const openGroup = (step, id) => {
+    address.set({ group: id, at: step, completion: "" }, { push: true, to: "rollouts" });
+    refresh();
+  };
+  showWhy(byId("why"), answer, openGroup);
 }
 
 /** Steps that were put together are asked for as they are, as far as they are zoomed into. */

@@ -34,7 +34,7 @@ class Viewer {
     this.problems = el("ul", { class: "viewer-missing" });
     this.body = el("ol", { class: "viewer-rows" });
     this.count = el("span", { role: "status" });
-    this.searching = el("span", { class: "viewer-muted" });
+    this.reading = el("span", { class: "viewer-muted" });
     this.pager = this.makePager();
     this.list = el("div", { class: "viewer-list" }, this.filters.element, this.problems, this.body, this.pager.element);
     this.detail = el("div", { class: "viewer-detail" });
@@ -49,7 +49,7 @@ class Viewer {
     const last = () => Math.floor(Math.max(0, this.total - 1) / LIMIT) * LIMIT;
     const back = [go("First", () => 0), go("Previous", () => this.offset - LIMIT)];
     const on = [go("Next", () => this.offset + LIMIT), go("Last", last)];
-    const element = el("div", { class: "viewer-pager", role: "group", "aria-label": "Pages of groups" }, back, this.count, on, this.searching);
+    const element = el("div", { class: "viewer-pager", role: "group", "aria-label": "Pages of groups" }, back, this.count, on, this.reading);
     return { element, back, on };
   }
 
@@ -87,7 +87,7 @@ class Viewer {
       this.alert.textContent = "";
       this.run = run;
       this.show(answer);
-      if (answer.searching || answer.reading) setTimeout(() => mine === this.asked && this.load(around), 50);
+      if (answer.reading) setTimeout(() => mine === this.asked && this.load(around), 50);
     } catch (error) {
       if (mine === this.asked) this.alert.textContent = error.message;
     } finally {
@@ -106,10 +106,9 @@ class Viewer {
     if (focused !== null) this.buttonOf(focused)?.focus();
     const end = this.offset + answer.groups.length;
     const said = `${(this.offset + 1).toLocaleString("en")}–${end.toLocaleString("en")} of ${this.total.toLocaleString("en")}`;
-    this.count.textContent = answer.groups.length ? said : answer.searching || answer.reading ? "none yet" : "no group is as asked for";
-    const { searching, reading } = answer;
-    if (reading) this.searching.textContent = `reading the list: ${Math.floor((100 * reading.done) / reading.of)} %`;
-    else this.searching.textContent = searching ? `searching completions: ${searching.done} of ${searching.of} steps` : "";
+    this.count.textContent = answer.groups.length ? said : answer.reading ? "none yet" : "no group is as asked for";
+    const { reading } = answer;
+    this.reading.textContent = reading ? `reading the list: ${Math.floor((100 * reading.done) / reading.of)} %` : "";
     this.pager.back.forEach((button) => (button.disabled = this.offset === 0));
     this.pager.on.forEach((button) => (button.disabled = end >= this.total));
   }
@@ -125,12 +124,13 @@ class Viewer {
       row.advantage === null ? "" : `|advantage| ${short(row.advantage)}`,
       row.delta === null ? "" : `|Δ logprob| ${short(row.delta)}`,
       `weights ${weights}`,
+      row.regraded ? `regraded ${row.regraded.changed}/${row.completions}` : "",
     ];
     const button = el(
       "button",
       { type: "button", class: "viewer-open", "data-key": keyOf(row), onclick: () => this.open(row, true, completion?.number) },
       el("span", { class: "row-step" }, `step ${row.step.toLocaleString("en")}`),
-      el("span", { class: "row-prompt" }, visible(prompt)),
+      el("span", { class: "row-prompt" }, highlighted(prompt, address.get("text"))),
       el("span", { class: "row-completion" }, this.beginning(completion)),
       el("span", { class: "row-reward" }, el("b", {}, short(row.reward)), right && el("span", { class: "viewer-muted" }, ` ${right}`), squares(row.rewards)),
       el("span", { class: "row-facts" }, facts.filter(Boolean).join(" · "), row.marks.length > 0 && el("b", {}, ` ${row.marks.join(", ").replaceAll("_", " ")}`)),
@@ -142,7 +142,7 @@ class Viewer {
     if (!completion) return "";
     const sign = { true: ["✓", "right: ", "viewer-good"], false: ["✗", "wrong: ", "viewer-bad"] }[completion.correct];
     const mark = sign && el("span", { class: sign[2] }, el("span", { "aria-hidden": "true" }, `${sign[0]} `), el("span", { class: "unseen" }, sign[1]));
-    return [mark, highlighted(completion.text, address.get("text"))].flat();
+    return [mark, visible(completion.text)].flat();
   }
 
   buttonOf(key) {

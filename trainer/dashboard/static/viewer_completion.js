@@ -81,6 +81,12 @@ export function body(completion, number, view, tell) {
   return { element, shade: () => {} };
 }
 
+/** What `rlhf regrade` says of a completion. */
+function regraded(grade) {
+  const sign = { true: "right", false: "wrong" }[grade.correct];
+  return [short(grade.reward), sign, grade.answer !== null && `read as ${grade.answer}`, grade.reason].filter(Boolean).join(", ");
+}
+
 /** What is known of a completion beside its text. */
 export function facts(completion) {
   const components = Object.entries(completion.components).map(([name, value]) => [`· ${name}`, short(value)]);
@@ -90,6 +96,7 @@ export function facts(completion) {
   const rows = [
     ["Reward", short(completion.reward)],
     ...components,
+    ...(completion.regraded ? [["Regraded", regraded(completion.regraded)]] : []),
     ["Advantage", short(completion.advantage)],
     ["Extracted answer", completion.extracted_answer === null ? "–" : prose(completion.extracted_answer)],
     ["Status", completion.status ?? "not graded"],

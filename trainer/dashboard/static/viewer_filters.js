@@ -23,6 +23,7 @@ const MARKS = {
   aborted: "Aborted",
   lost: "Lost episodes",
   reused: "Reused",
+  regraded: "Graded otherwise by rlhf regrade",
 };
 const SORTS = {
   "-step": "newest first",

@@ -1,0 +1,90 @@
+"""A certificate holds for the weights that it names and for the steps that the seed draws."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from common.errors import ConfigError
+from tests.support.runs.audits import audited, command
+from tests.support.runs.in_process import quiet
+from trainer.audit.certify import check_certificate, drawn_steps
+from trainer.start.in_process import train_in_process
+
+
+def test_the_seed_alone_draws_the_steps() -> None:
+    assert drawn_steps("a", 3, 100) == drawn_steps("a", 3, 100)
+    assert drawn_steps("a", 3, 100) != drawn_steps("b", 3, 100)
+    assert drawn_steps("a", 9, 4) == [1, 2, 3, 4]
+    counts = [0] * 10
+    for seed in range(300):
+        for step in drawn_steps(str(seed), 2, 10):
+            counts[step - 1] += 1
+    assert min(counts) > 30, "every step can be drawn"
+
+
+def certificate(path: Path, weights: Path, **changes: object) -> Path:
+    """Writes a certificate of two steps of ten for the weights in a directory."""
+    from trainer.audit.certify import weight_files
+
+    stage = {"stage": "rewards", "state": "equal", "detail": "8 answers"}
+    executed = [{"step": step, "stages": [stage]} for step in drawn_steps("a", 2, 10)]
+    content = {
+        "format": 1,
+        "seed": "a",
+        "steps": 10,
+        "executed": [*executed, {"step": 10, "stages": [stage]}],
+        "differs": False,
+        "published": weight_files(weights),
+    }
+    path.write_text(json.dumps(content | changes))
+    return path
+
+
+def test_what_a_certificate_does_not_show_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    weights = tmp_path / "weights"
+    weights.mkdir()
+    (weights / "model.safetensors").write_bytes(b"some weights")
+    good = certificate(tmp_path / "certificate.json", weights)
+    assert check_certificate(good, weights) == 0
+    assert "the certificate holds" in capsys.readouterr().out
+
+    assert check_certificate(certificate(good, weights, seed="b"), weights) == 1
+    assert "the seed draws" in capsys.readouterr().out
+    assert check_certificate(certificate(good, weights, differs=True), weights) == 1
+    (weights / "model.safetensors").write_bytes(b"other weights")
+    changed = certificate(tmp_path / "other.json", weights)
+    (weights / "model.safetensors").write_bytes(b"some weights")
+    assert check_certificate(changed, weights) == 1
+    assert "model.safetensors has the checksum" in capsys.readouterr().out
+
+    (weights / "model.safetensors").unlink()
+    with pytest.raises(ConfigError):
+        check_certificate(changed, weights)
+    good.write_text("{}")
+    with pytest.raises(ConfigError) as caught:
+        check_certificate(good, weights)
+    assert caught.value.field == "--check"
+
+
+@pytest.mark.integration
+@pytest.mark.slow
+def test_drawn_steps_are_executed_again_and_the_weights_are_those_published(
+    base_model: Path, tmp_path: Path
+) -> None:
+    run_dir = tmp_path / "run"
+    train_in_process(audited(base_model, run_dir), quiet())
+    path = tmp_path / "certificate.json"
+    words = [str(run_dir), "--certify", str(path), "--seed", "mine", "--count", "1"]
+    status, printed = command(*words)
+    assert status == 0, printed
+    content = json.loads(path.read_text())
+    stages = [stage for each in content["executed"] for stage in each["stages"]]
+    assert {stage["state"] for stage in stages} <= {"equal", "close"}
+    assert stages[-1]["stage"] == "checkpoint"
+    published = str(run_dir / "checkpoints/step_000004")
+    status, printed = command(published, "--check", str(path))
+    assert status == 0, printed
+    assert "the certificate holds for these weights" in printed

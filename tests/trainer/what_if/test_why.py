@@ -1,0 +1,174 @@
+"""`rlhf why` names what it finds in the record of a run, and no cause where there is none."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from fastapi.testclient import TestClient
+
+from checks.causes import CAUSES, named
+from common.errors import ConfigError
+from tests.support.runs.audits import audited
+from tests.support.runs.in_process import quiet
+from tests.support.runs.recorded_groups import group, record, trained
+from trainer.dashboard.app import create_dashboard_app
+from trainer.dashboard.run_list import RunList
+from trainer.start.in_process import train_in_process
+from trainer.what_if.causes import causes
+from trainer.what_if.gradients import step_gradient
+from trainer.what_if.run_facts import RunFacts
+from trainer.what_if.why import explain, main
+
+STEPS = 12
+
+
+def written(
+    directory: Path,
+    texts: Callable[[int], list[str]] = lambda step: ["#### 5", "so #### 5", "#### 6", "none"],
+    rewards: Callable[[int], list[float]] = lambda step: [1.0, 1.0, 0.0, 0.0],
+    prompt: str = "How many apples are there now?",
+    **numbers: Callable[[int], float],
+) -> RunFacts:
+    """Returns a run of twelve steps; `numbers` gives those of a step, with __ for the point."""
+    steps = []
+    for step in range(1, STEPS + 1):
+        groups = [group(10 * step + i, rewards(step), texts(step), prompt) for i in range(2)]
+        for number, each in enumerate(groups):
+            each.prompt_id = f"problem-{step}-{number}"
+            each.prompt = prompt if "####" in prompt else f"{prompt} {step} {number}"
+            for completion in each.completions:
+                completion.weight_versions = [(step - 1, 0, 7)]
+        steps.append([trained(each) for each in groups])
+    record(directory, steps)
+    with (directory / "metrics.jsonl").open("w") as file:
+        for step in range(1, STEPS + 1):
+            line: dict[str, Any] = {"step": step, "reward": 0.5 + 0.01 * (step % 2), "update": {}}
+            for name, value in numbers.items():
+                section, _, key = name.rpartition("__")
+                (line[section] if section else line)[key] = value(step)
+            file.write(json.dumps(line) + "\n")
+    settings = {"optimizer": {"max_grad_norm": 1.0}, "algorithm": {"clip_high": 0.2}}
+    (directory / "config.json").write_text(json.dumps(settings))
+    return RunFacts.read(directory)
+
+
+def first(facts: RunFacts) -> tuple[str, int] | None:
+    cause = next(causes(facts), None)
+    return None if cause is None else (cause.name, cause.first)
+
+
+def test_a_healthy_run_has_no_cause_and_no_jump(tmp_path: Path) -> None:
+    facts = written(
+        tmp_path,
+        update__learning_rate=lambda step: 1e-4 * min(1.0, step / 4),  # a warm-up
+        update__delta_logprob_current=lambda step: 2e-6 * (1 + step % 3),
+        update__grad_norm=lambda step: 0.5 + 0.1 * (step % 3),
+        truncated=lambda step: 0.02 * (step % 2),
+        staleness=lambda step: 0.0,
+    )
+    assert first(facts) is None
+    answer = explain(facts)
+    assert (answer["jump"], answer["causes"], answer["changes"]) == (None, [], [])
+
+
+@pytest.mark.parametrize(
+    ("name", "step", "numbers"),
+    [
+        ("rate", 7, {"update__learning_rate": lambda step: 1e-4 if step < 7 else 1e-3}),
+        (
+            "engine",
+            8,
+            {"update__delta_logprob_current": lambda step: 0.3 if 8 <= step < 11 else 3e-6},
+        ),
+        ("cut", 5, {"truncated": lambda step: 0.6 if step >= 5 else 0.0}),
+        ("stale groups", 9, {"staleness": lambda step: 4.0 if step >= 9 else 0.0}),
+    ],
+)
+def test_a_number_that_says_it(
+    tmp_path: Path, name: str, step: int, numbers: dict[str, Any]
+) -> None:
+    facts = written(tmp_path, **numbers)
+    assert first(facts) == (name, step)
+    answer = explain(facts)
+    assert answer["causes"][0]["remedy"]
+
+
+def test_a_phrase_that_is_paid_for(tmp_path: Path) -> None:
+    def texts(step: int) -> list[str]:
+        return ["certainly! #### 6", "certainly! #### 5", "#### 5", "#### 5"]
+
+    def rewards(step: int) -> list[float]:
+        return [1.0, 1.0, 0.0, 0.0] if step >= 6 else [0.0, 1.0, 1.0, 1.0]
+
+    facts = written(tmp_path, texts, rewards)
+    assert first(facts) == ("phrase", 6)
+    assert "certainly!" in next(causes(facts)).what
+
+
+def test_a_problem_that_states_its_answer(tmp_path: Path) -> None:
+    facts = written(tmp_path, prompt="How many apples? The answer is #### 5")
+    assert first(facts) == ("leak", 1)
+
+
+def test_the_jump_is_found_and_its_step_is_shown(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    facts = written(tmp_path, completion_tokens=lambda step: 9.0 if step < 8 else 40.0 + step % 2)
+    jump = facts.jump("completion_tokens")
+    assert jump is not None
+    assert (jump.step, jump.before) == (8, 9.0)
+    main([str(tmp_path)])
+    said = capsys.readouterr().out
+    assert "completion_tokens rises" in said
+    answer = json.loads((tmp_path / "why.json").read_text())
+    assert answer["step"] == 7, "the update before it made the longer answers"
+    assert sum(row["share"] for row in answer["groups"]) == pytest.approx(1.0)
+
+
+def test_the_dashboard_has_the_answer_once_somebody_asked(tmp_path: Path) -> None:
+    written(tmp_path, truncated=lambda step: 0.6 if step >= 5 else 0.0)
+    client = TestClient(create_dashboard_app(RunList([tmp_path])))
+    assert client.get("/dashboard/api/why").status_code == 404
+    main([str(tmp_path)])
+    answer = client.get("/dashboard/api/why").json()
+    assert [cause["name"] for cause in answer["causes"]] == ["cut"]
+
+
+@pytest.mark.parametrize("words", [["--metric", "nothing"], ["--step", "99"]])
+def test_a_number_or_step_that_was_not_recorded_is_named(tmp_path: Path, words: list[str]) -> None:
+    written(tmp_path)
+    with pytest.raises(ConfigError) as caught:
+        main([str(tmp_path), *words])
+    assert caught.value.field == words[0]
+
+
+@pytest.mark.integration
+@pytest.mark.slow
+def test_the_parts_of_the_groups_are_the_gradient_of_the_step(
+    base_model: Path, tmp_path: Path
+) -> None:
+    config = audited(base_model, tmp_path / "run")
+    train_in_process(config, quiet())
+    lines = [json.loads(line) for line in (tmp_path / "run/audit.jsonl").read_text().splitlines()]
+    norm = next(line["norms"][0] for line in lines if line.get("step") == 3)
+    found = step_gradient(tmp_path / "run", 3)
+    assert found.norm == pytest.approx(norm, rel=1e-4)
+    assert sum(each.share for each in found.groups) == pytest.approx(1.0, abs=1e-3)
+    # Of the whole, the part and the rest, by the law of cosines.
+    for each in found.groups:
+        rest = norm**2 - 2 * each.share * norm**2 + each.norm**2
+        assert each.without == pytest.approx(np.sqrt(max(0.0, rest)), rel=1e-2, abs=1e-3)
+
+
+@pytest.mark.integration
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["a_rate_ten_times_too_high", "a_leak"])
+def test_a_cause_that_was_put_into_a_run_is_named_first(
+    base_model: Path, tmp_path: Path, name: str
+) -> None:
+    assert len(CAUSES) == 10
+    expected, said, what = named(name, tmp_path, base_model)
+    assert said == expected, what

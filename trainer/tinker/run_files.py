@@ -1,0 +1,141 @@
+"""The files of a run: its adapter in PEFT's format, and beside it the state of its optimiser.
+
+    adapter_config.json  adapter_model.safetensors   what engines and PEFT load
+    optimizer.safetensors                            AdamW's moments, and gradients not applied yet
+    run.json                                         the LoRA spec, and the checksums of the others
+
+A folder has its name when all of it is on the disk.
+"""
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+from safetensors.torch import load_file
+from torch import Tensor
+
+from common.errors import Conflict, InvalidInput, NotFound
+from common.weights.checksums import checksum
+from trainer.policy.scorer import ADAPTER_CONFIG, ADAPTER_WEIGHTS
+from trainer.tinker.interface import LoraSpec
+from trainer.weights.tensor_file import write_tensors
+
+_OPTIMIZER = "optimizer.safetensors"
+_RUN = "run.json"
+_FORMAT = 1
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A run as it is saved."""
+
+    spec: LoraSpec
+    steps: int
+    factors: dict[str, Tensor]
+    """By PEFT's names."""
+    optimizer: dict[str, Tensor] = field(default_factory=dict)
+    """`exp_avg` [N], `exp_avg_sq` [N] and `step` after a step, `gradient` [N] if there is one."""
+
+
+def check_new(folder: Path) -> None:
+    """Raises Conflict for a folder that exists."""
+    if folder.exists():
+        raise Conflict(
+            "this folder exists", field="path", value=str(folder), remedy="use another name"
+        )
+
+
+def write(saved: Saved, config: str, folder: Path) -> None:
+    """Writes a run, durably; `config` is the text of PEFT's `adapter_config.json`."""
+
+    def files(directory: Path) -> None:
+        sums = {ADAPTER_WEIGHTS: _adapter(saved.factors, config, directory)}
+        if saved.optimizer:
+            sums[_OPTIMIZER] = _tensors(saved.optimizer, directory / _OPTIMIZER)
+        content = {"lora": asdict(saved.spec), "steps": saved.steps, "checksums": sums}
+        (directory / _RUN).write_text(json.dumps({"format": _FORMAT, **content}))
+
+    _durably(folder, files)
+
+
+def write_adapter(factors: dict[str, Tensor], config: str, folder: Path) -> str:
+    """Writes an adapter in PEFT's format, durably; returns the checksum of its weights."""
+    return _durably(folder, partial(_adapter, factors, config))
+
+
+def read(folder: Path, optimizer: bool) -> Saved:
+    """Returns the run in a folder, with the state of its optimiser if that is asked for.
+
+    Raises NotFound for a folder without one, and InvalidInput for one that has no such state, or a
+    file that has changed.
+    """
+    path = folder / _RUN
+    if not path.is_file():
+        raise NotFound(
+            "there is no saved run", field="path", value=str(folder), remedy="save one there first"
+        )
+    content = json.loads(path.read_text())
+    sums: dict[str, str] = content["checksums"]
+    if optimizer and _OPTIMIZER not in sums and content["steps"]:
+        raise InvalidInput(
+            "the run was saved without the state of its optimiser",
+            field="path",
+            value=str(folder),
+            remedy="load the weights alone, or save the run with save_state",
+        )
+    tensors: dict[str, dict[str, Tensor]] = {_OPTIMIZER: {}}
+    for name, expected in sums.items():
+        if name == _OPTIMIZER and not optimizer:
+            continue
+        # A folder is whole when it has its name, but disks and people change files.
+        if not (folder / name).is_file() or checksum(folder / name) != expected:
+            raise InvalidInput(
+                f"{name} is missing or has changed since it was written",
+                field="path",
+                value=str(folder),
+                remedy="load another checkpoint",
+            )
+        tensors[name] = load_file(folder / name)
+    return Saved(
+        LoraSpec(**content["lora"]), content["steps"], tensors[ADAPTER_WEIGHTS], tensors[_OPTIMIZER]
+    )
+
+
+def _adapter(factors: dict[str, Tensor], config: str, directory: Path) -> str:
+    """Writes PEFT's two files; returns the checksum of the weights."""
+    (directory / ADAPTER_CONFIG).write_text(config)
+    return _tensors(factors, directory / ADAPTER_WEIGHTS)
+
+
+def _tensors(tensors: dict[str, Tensor], path: Path) -> str:
+    """Writes a safetensors file; returns its checksum."""
+    with path.open("wb") as stream:
+        return write_tensors(tensors, stream)
+
+
+def _durably(folder: Path, files: Callable[[Path], _T]) -> _T:
+    """Writes files to a folder, which gets its name when they are on the disk."""
+    partial_folder = folder.with_name(f"{folder.name}.partial")
+    shutil.rmtree(partial_folder, ignore_errors=True)
+    partial_folder.mkdir(parents=True)
+    result = files(partial_folder)
+    for path in (*partial_folder.iterdir(), partial_folder):
+        _sync(path)
+    partial_folder.rename(folder)
+    _sync(folder.parent)
+    return result
+
+
+def _sync(path: Path) -> None:
+    """Waits until a file or a folder is on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

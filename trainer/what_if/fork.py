@@ -1,0 +1,106 @@
+"""Continues a run from one of its steps with something changed. What the run recorded is used where
+the change leaves it valid; the rest is generated anew.
+"""
+
+import json
+from pathlib import Path
+
+from rich.console import Console
+
+from common import Json
+from common.errors import ConfigError
+from common.process.cli import CommandParser, positive, run
+from trainer.cli.commands import setting
+from trainer.cli.compare import compare, evaluated
+from trainer.dashboard.runs import RunReader
+from trainer.observe.group_files import LINES
+from trainer.observe.run_dir import check_run, read_lines
+
+_EPILOG = """\
+examples:
+  rlhf fork runs/demo-seed0 --step 20 --set optimizer.learning_rate=1e-4
+  rlhf fork runs/demo-seed0 --step 20 --set 'reward.functions=["my:Reward"]' --output runs/other
+  rlhf fork runs/demo-seed0 --step 20 --set data.map=my:without_one --max-steps 40
+
+The run must have been made with trainer.audit true. The fork trains in this process, with the
+embedded engine, and is compared with the run at the end. RUN_DIR/fork.json says which groups were
+recorded and which were generated anew.
+"""
+FORK = "fork.json"
+
+
+def parser() -> CommandParser:
+    """Returns the command line."""
+    usage = "RUN_DIR --step STEP [--set NAME=VALUE …] [--max-steps N] [--output DIR]"
+    made = CommandParser("rlhf fork", __doc__ or "", usage, _EPILOG)
+    made.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="directory of the run")
+    made.add_argument(
+        "--step", type=positive, required=True, metavar="STEP", help="the last step in common"
+    )
+    made.add_argument(
+        "--set",
+        type=setting,
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="what is changed, such as algorithm.clip_high=0.28",
+    )
+    made.add_argument(
+        "--max-steps", type=positive, metavar="N", help="total steps (default: those of the run)"
+    )
+    made.add_argument(
+        "--output", type=Path, metavar="DIR", help="default: RUN_DIR-fork-STEP, beside the run"
+    )
+    return made
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Forks, trains and compares. Raises ConfigError for arguments or a record that cannot be used,
+    and what training raises.
+    """
+    arguments = parser().parse_args(argv)
+    run_dir: Path = arguments.run_dir
+    step: int = arguments.step
+    check_run(run_dir)
+    output = arguments.output or run_dir.with_name(f"{run_dir.resolve().name}-fork-{step}")
+    if output.exists():
+        raise ConfigError(
+            "this directory exists already",
+            field="--output",
+            value=str(output),
+            remedy="name another one",
+        )
+    from trainer.start.in_process import train_in_process  # torch: slow to import
+    from trainer.what_if.forking import prepared
+
+    changes = dict(arguments.set)
+    config, answers = prepared(run_dir, step, output, changes, arguments.max_steps)
+    train_in_process(config, rollout_transport=answers.before)
+    positions = [
+        group["position"]
+        for line in read_lines(output / LINES)
+        for group in line["groups"]
+        if line["step"] > step
+    ]
+    generated = [position for position in positions if position not in answers.used]
+    said: Json = {
+        "parent": str(run_dir),
+        "step": step,
+        "changes": changes,
+        "recorded": answers.used,
+        "generated": generated,
+    }
+    (output / FORK).write_text(json.dumps(said, indent=1, default=str) + "\n", encoding="utf-8")
+    print(
+        f"{len(answers.used)} groups of the fork are those that the run recorded (steps "
+        f"{sorted(set(answers.used.values()))}), {len(generated)} were generated anew: "
+        f"{output / FORK}"
+    )
+    # At the last step that both evaluated: afterwards the run has learnt for longer.
+    own = evaluated(output, None)
+    at = own.step if own and evaluated(run_dir, own.step) else None
+    compare([RunReader(run_dir), RunReader(output)], Console(), at)
+
+
+if __name__ == "__main__":
+    run(main, "")

@@ -1,0 +1,182 @@
+"""Grades the recorded answers of a run again. Needs their texts only: no model, no torch."""
+
+import asyncio
+from collections.abc import AsyncIterator, Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from common.settings.algorithm import AlgorithmSection
+from common.settings.sections import RewardSection
+from common.wire.schemas import Prompt, RewardItem, RewardResult
+from services.reward.service import RewardService
+from trainer.observe.group_files import CompletionText, GroupTexts, read_texts, recorded_steps
+from trainer.observe.run_dir import damaged
+from trainer.rollouts.requests import GeneratedAnswer, reward_items, row_of
+
+_STEPS_AT_ONCE = 4
+"""Steps whose answers are in the graders together: while workers compare, others are read."""
+_ITEMS_AT_ONCE = 1024
+"""Answers in one call of the service."""
+
+
+@dataclass(frozen=True)
+class AnswerGrade:
+    """A recorded answer, with the grade that it gets now."""
+
+    answer: CompletionText
+    now: RewardResult
+
+    @property
+    def kind(self) -> str:
+        """How the grade changes, such as `right → wrong`; empty if it is the same."""
+        reward = self.answer.reward
+        is_now = self.now.reward
+        are_verdicts = self.answer.verified and self.now.verified
+        if reward is None or is_now is None or are_verdicts:
+            labels = [_label(grade, are_verdicts) for grade in (self.answer, self.now)]
+            if labels[0] != labels[1]:
+                return " → ".join(labels)
+        if reward is None or is_now is None or reward == is_now:
+            return ""
+        return "reward higher" if is_now > reward else "reward lower"
+
+    @property
+    def distance(self) -> tuple[bool, float]:
+        """How much the grades differ: another verdict first, then the difference of the rewards."""
+        rewards = [self.answer.reward or 0.0, self.now.reward or 0.0]
+        return "→" in self.kind, abs(rewards[0] - rewards[1])
+
+
+def _label(grade: CompletionText | RewardResult, are_verdicts: bool) -> str:
+    if grade.reward is None:
+        return "not graded"
+    if not are_verdicts:
+        return "graded"
+    return "right" if grade.correct else "wrong"
+
+
+@dataclass(frozen=True)
+class GroupGrades:
+    """A recorded group, with the grades that its answers get now."""
+
+    step: int
+    group: GroupTexts
+    grades: dict[int, AnswerGrade | None]
+    """By the index of the answer's completion; None for what cannot be graded again."""
+
+    @property
+    def known(self) -> list[AnswerGrade]:
+        """The answers that were graded again."""
+        return [grade for grade in self.grades.values() if grade is not None]
+
+    @property
+    def changed(self) -> list[AnswerGrade]:
+        """The answers whose grade changes."""
+        return [grade for grade in self.known if grade.kind]
+
+    @property
+    def rewards(self) -> tuple[NDArray[np.float64], NDArray[np.float64]] | None:
+        """The rewards as recorded and as they are now, both [n]; None unless all are known."""
+        was = [grade.answer.reward for grade in self.known]
+        is_now = [grade.now.reward for grade in self.known]
+        if not was or len(was) < len(self.grades) or None in was or None in is_now:
+            return None
+        return np.array(was, np.float64), np.array(is_now, np.float64)
+
+
+@dataclass(frozen=True)
+class Regrading:
+    """Grades the recorded answers of a run again.
+
+    Args:
+        run_dir: directory of the run.
+        reward: the functions that grade now.
+        rows: rows of the data set by id, for functions that read further columns.
+        golds: corrected answers, by the id or the text of the prompt.
+        functions_of_episodes: the names of the run's own functions, if it played episodes.
+    """
+
+    run_dir: Path
+    reward: RewardSection
+    rows: Mapping[str, Prompt]
+    golds: Mapping[str, str]
+    functions_of_episodes: Collection[str] | None = None
+
+    async def steps(self) -> AsyncIterator[list[GroupGrades]]:
+        """Yields the groups of each step with their new grades, in the order of steps; a group that
+        was reused comes once, with its first step.
+
+        Raises ConfigError for a file that cannot be read, InvalidInput for an answer that the
+        reward functions cannot grade.
+        """
+        steps = sorted(recorded_steps(self.run_dir).items())
+        async with RewardService(self.reward) as service:
+            for first in range(0, len(steps), _STEPS_AT_ONCE):
+                together = steps[first : first + _STEPS_AT_ONCE]
+                calls = [self._step(service, step, path) for step, path in together]
+                for graded in await asyncio.gather(*calls):
+                    yield graded
+
+    async def _step(self, service: RewardService, step: int, path: Path) -> list[GroupGrades]:
+        groups = read_texts(self.run_dir, step)
+        if not groups or not all(group.id for group in groups):
+            raise damaged(f"the groups of step {step} cannot be read", path)
+
+        found: list[GroupGrades] = []
+        items: list[RewardItem] = []
+        places: list[tuple[GroupGrades, int]] = []
+        for group in groups:
+            if group.reused:
+                continue
+            graded = GroupGrades(step, group, dict.fromkeys(group.answers))
+            found.append(graded)
+            for index in group.answers:
+                item = self._item(group, group.completions[index])
+                if item is not None:
+                    items.append(item)
+                    places.append((graded, index))
+
+        results: list[RewardResult] = []
+        for start in range(0, len(items), _ITEMS_AT_ONCE):
+            results += await service.score(items[start : start + _ITEMS_AT_ONCE])
+        for (graded, index), result in zip(places, results, strict=True):
+            graded.grades[index] = AnswerGrade(graded.group.completions[index], result)
+        return found
+
+    def _item(self, group: GroupTexts, completion: CompletionText) -> RewardItem | None:
+        """Returns what the functions get of an answer; None where the run did not record it.
+
+        Of an episode they get its last answer, which is recorded if the environment gave the
+        reward.
+        """
+        text: str | None = completion.text
+        functions = self.functions_of_episodes
+        if functions is not None:
+            by_environment = completion.components.keys().isdisjoint(functions)
+            text = completion.extracted_answer if by_environment else None
+        if text is None:
+            return None
+        row = row_of(group, self.rows)
+        row.ground_truth = self.golds.get(
+            group.prompt_id, self.golds.get(group.prompt, group.ground_truth)
+        )
+        (item,) = reward_items(row, [GeneratedAnswer(text, completion.finish_reason, tokens=None)])
+        return item
+
+
+def advantages(rewards: NDArray[np.float64], algorithm: AlgorithmSection) -> NDArray[np.float64]:
+    """Returns the advantages [n] of a group with these rewards [n]: `trainer.algorithms.advantages`
+    without torch. Where more than rewards is needed, they are those of `group_centred`.
+    """
+    if (rewards == rewards[0]).all():
+        return np.zeros_like(rewards)
+    scales = {
+        "group_normalised": 1 / (rewards.std(ddof=1) + algorithm.advantage_eps),
+        "leave_one_out": len(rewards) / (len(rewards) - 1),
+        "mean_normalised": 1 / (rewards.mean() or 1.0),
+    }
+    found: NDArray[np.float64] = rewards - rewards.mean()
+    return found * np.float64(scales.get(algorithm.advantage, 1.0))

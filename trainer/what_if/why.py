@@ -1,0 +1,241 @@
+"""Says why a run collapsed or jumped: the first step, the likely cause, and the groups and tokens
+that carry it.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from statistics import fmean
+
+from rich.console import Console
+
+from common import Json
+from common.errors import ConfigError, ServiceError
+from common.process.cli import CommandParser, positive, run
+from trainer.cli.compare import plain_table
+from trainer.dashboard.tokens import TokenTexts
+from trainer.observe.group_files import GroupSummary, read_group
+from trainer.observe.run_dir import AUDIT, WHY, check_run, storing_run
+from trainer.what_if.causes import causes
+from trainer.what_if.run_facts import Jump, RunFacts
+
+_EPILOG = """\
+examples:
+  rlhf why runs/demo-seed0
+  rlhf why runs/demo-seed0 --metric completion_tokens
+  rlhf why runs/demo-seed0 --step 12            # the groups that made this step's update
+
+Causes are looked for in the recorded files. With trainer.audit true the gradient of the step is
+recomputed, group by group; otherwise a group's share is that of its |advantage| times its tokens.
+The answer is also written to RUN_DIR/why.json, which the dashboard shows.
+"""
+_WATCHED = (
+    "reward",
+    "accuracy",
+    "update.grad_norm",
+    "update.entropy",
+    "completion_tokens",
+    "truncated",
+    "unparsable",
+    "update.kl_rollout",
+    "copies",
+)
+_LEAST = 4.0
+"""Size of a jump that is more than chance."""
+_GROUPS = 5
+_OF_THE_STEP = ("update.grad_norm", "update.kl_rollout")
+"""Numbers that a step's own update has; the others are of answers that the update before it
+changed."""
+
+
+def parser() -> CommandParser:
+    """Returns the command line."""
+    usage = "RUN_DIR [--metric NAME] [--step STEP]"
+    made = CommandParser("rlhf why", __doc__ or "", usage, _EPILOG)
+    made.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="directory of the run")
+    made.add_argument("--metric", metavar="NAME", help="the number that jumps (default: any)")
+    made.add_argument(
+        "--step", type=positive, metavar="STEP", help="the step that is looked at (default: found)"
+    )
+    return made
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Prints the answer. Raises ConfigError for a directory without a step, or an unknown number
+    or step.
+    """
+    arguments = parser().parse_args(argv)
+    run_dir: Path = arguments.run_dir
+    check_run(run_dir)
+    facts = RunFacts.read(run_dir)
+    answer = explain(facts, arguments.metric, arguments.step)
+    _print(answer, Console())
+    path = run_dir / WHY
+    with storing_run(path):
+        path.write_text(json.dumps(answer, ensure_ascii=False, indent=1), encoding="utf-8")
+
+
+def explain(facts: RunFacts, metric: str | None = None, step: int | None = None) -> Json:
+    """Returns the answer: `jump` (in words, None without one), `causes`, `changes` of settings, and
+    `step` with its `groups` and what they have in common (`traits`). Raises ConfigError.
+    """
+    known = {name for numbers in facts.numbers.values() for name in numbers}
+    for field, value, choices in (("--metric", metric, known), ("--step", step, facts.groups)):
+        if value is not None and value not in choices:
+            raise ConfigError(
+                "the run did not record it",
+                field=field,
+                value=value,
+                remedy="see metrics.jsonl for the names and the steps",
+            )
+    found = list(causes(facts))
+    jump = _jump(facts, metric)
+    if step is None and found and (jump is None or found[0].first <= jump.step):
+        step = found[0].first
+    elif step is None and jump is not None:
+        step = jump.step if jump.metric in _OF_THE_STEP else jump.step - 1
+    carriers: Json = {"groups": [], "how": ""}
+    if step in facts.groups:
+        carriers = _carriers(facts, step)
+    changes = [
+        f"step {at}: {name} {before.get(name)} → {value}"
+        for at, before, new in facts.changes()
+        for name, value in new.items()
+    ]
+    return {
+        "jump": jump and jump.text,
+        "causes": [asdict(cause) for cause in found],
+        "changes": changes,
+        "step": step,
+        **carriers,
+    }
+
+
+def _jump(facts: RunFacts, metric: str | None) -> Jump | None:
+    names = _WATCHED if metric is None else (metric,)
+    jumps = [jump for name in names if (jump := facts.jump(name)) is not None]
+    largest = max(jumps, key=lambda jump: jump.size, default=None)
+    return largest if metric or (largest and largest.size >= _LEAST) else None
+
+
+def _carriers(facts: RunFacts, step: int) -> Json:
+    """Returns the groups that carry most of a step's update, and what they have in common."""
+    groups = {group.id: group for group in facts.groups[step]}
+    total = sum(map(_pull, groups.values())) or 1.0
+    rows: list[Json] = [
+        {"id": name, "share": _pull(group) / total, "step": step} for name, group in groups.items()
+    ]
+    how = "share of |advantage| × tokens"
+    if (facts.directory / AUDIT).is_file():
+        try:
+            from trainer.what_if.gradients import step_gradient  # torch: slow to import
+
+            gradient = step_gradient(facts.directory, step)
+            how = f"share of the recomputed gradient, whose norm is {gradient.norm:.3g}"
+            rows = [asdict(group) | {"step": step} for group in gradient.groups]
+        except ServiceError as error:
+            how += f"; the gradient cannot be recomputed: {error.message}"
+    rows.sort(key=lambda row: -row["share"])
+    for row in rows[:_GROUPS]:
+        row["prompt"] = (groups[row["id"]].prompt or "")[:200]
+        row["rewards"] = groups[row["id"]].rewards
+        row["tokens"] = _token_texts(facts, step, row, list(groups).index(row["id"]))
+    half: list[GroupSummary] = []
+    share = 0.0
+    for row in rows:  # the fewest groups that make half of the update
+        if share < 0.5:
+            half.append(groups[row["id"]])
+            share += row["share"]
+    others = [group for group in groups.values() if group not in half]
+    return {"groups": rows[:_GROUPS], "how": how, "traits": _traits(half, others)}
+
+
+def _pull(group: GroupSummary) -> float:
+    return (group.advantage or 0.0) * sum(group.tokens or ())
+
+
+def _token_texts(facts: RunFacts, step: int, row: Json, place: int) -> list[str]:
+    """Returns the tokens that push most, each after what was before it."""
+    try:
+        content = read_group(facts.directory, step, place)
+        texts = TokenTexts.of_run(facts.directory)
+    except ServiceError:
+        return []
+    if content is None:
+        return []
+    found = []
+    for number, token, _ in row.get("tokens", ()):
+        said = texts.texts(content["completions"][number]["token_ids"][: token + 1])
+        found.append(f"{''.join(said[:-1])[-30:]}▸{said[-1]}")
+    return found
+
+
+def _traits(half: Sequence[GroupSummary], others: Sequence[GroupSummary]) -> list[str]:
+    """Returns what the groups that make half of an update have in common and the others lack."""
+    if not half:
+        return []
+    said = [f"{len(half)} of {len(half) + len(others)} groups make half of the update"]
+    problems = {group.prompt_id for group in half}
+    if len(half) > 1 and len(problems) == 1:
+        said.append(f"they are of one problem, {problems.pop()}")
+    for name, own in _averages(half).items():
+        rest = _averages(others).get(name, own) if others else own
+        if abs(own - rest) > 0.5 * max(abs(own), abs(rest)):
+            said.append(f"{name}: {own:.3g}, of the others {rest:.3g}")
+    marks = {mark for group in half for mark in group.marks}
+    for mark in sorted(marks):
+        shares = [fmean(mark in group.marks for group in part or half) for part in (half, others)]
+        if shares[0] > 2 * shares[1]:
+            said.append(f"{mark}: {shares[0]:.0%}, of the others {shares[1]:.0%}")
+    return said
+
+
+def _averages(groups: Sequence[GroupSummary]) -> dict[str, float]:
+    """Returns what groups may have in common, as means."""
+    return {
+        "tokens an answer": fmean(fmean(group.tokens or [0]) for group in groups),
+        "characters of the problem": fmean(len(group.prompt or "") for group in groups),
+        "share of other scripts than Latin": fmean(_foreign(group.prompt) for group in groups),
+        "oldest weights": fmean(min(group.versions or (0,)) for group in groups),
+    }
+
+
+def _foreign(text: str | None) -> float:
+    return sum(ord(sign) > 0x24F for sign in text or "") / max(1, len(text or ""))
+
+
+def _print(answer: Json, console: Console) -> None:
+    def say(text: str, style: str = "") -> None:
+        console.print(text, style=style, highlight=False, markup=False)
+
+    say(answer["jump"] or "no number jumps by more than chance")
+    for number, cause in enumerate(answer["causes"]):
+        say(f"{'likely cause' if number == 0 else 'also'}: {cause['name']}", style="bold")
+        say(f"  {cause['what']}\n  remedy: {cause['remedy']}")
+        if cause["groups"]:
+            say(f"  groups: {', '.join(f'step {at} {name}' for at, name in cause['groups'])}")
+    if not answer["causes"]:
+        say("none of the known causes has left a trace")
+    for change in answer["changes"]:
+        say(f"settings changed at {change}")
+    if not answer["groups"]:
+        return
+    title = f"step {answer['step']}: the groups that carry its update; {answer['how']}"
+    table = plain_table(title, ["problem", "share", "norm", "without it", "rewards"])
+    for row in answer["groups"]:
+        known = [reward for reward in row["rewards"] if reward is not None]
+        cells = [
+            f"{row['share']:.0%}",
+            *(f"{row.get(key, 0.0):.3g}" for key in ("norm", "without")),
+        ]
+        table.add_row(row["prompt"][:60], *cells, f"{fmean(known or [0.0]):.2f}")
+    console.print(table)
+    for trait in answer["traits"]:
+        say(trait)
+    for text in answer["groups"][0]["tokens"]:
+        say(f"  pushes most: …{text!r}")
+
+
+if __name__ == "__main__":
+    run(main, "")
