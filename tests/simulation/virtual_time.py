@@ -98,9 +98,11 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         self._owners[task] = process.get() if context is None else context.get(process, "")
         return task
 
-    def tasks_of(self, name: str) -> set[asyncio.Task[Any]]:
-        """Returns the tasks of a simulated process that have not ended."""
-        return {task for task, owner in self._owners.items() if owner == name and not task.done()}
+    def tasks_of(self, name: str) -> list[asyncio.Task[Any]]:
+        """Returns the tasks of a simulated process that have not ended, in the order in which they
+        began: a set would have another one in every run.
+        """
+        return [task for task, owner in self._owners.items() if owner == name and not task.done()]
 
     def run_in_executor(  # type: ignore[override]
         self, executor: Any, function: Callable[..., Any], *arguments: Any

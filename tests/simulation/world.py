@@ -398,7 +398,7 @@ class World:
     def _end_tasks_of_the_trainer(self) -> None:
         """Cancels every task but those of other processes and of requests that are on their way."""
         copies = {task for wire in self._wires for task in wire.copies}
-        mine = self.loop.tasks_of("") - copies
+        mine = [task for task in self.loop.tasks_of("") if task not in copies]
         for task in mine:
             task.cancel()
         # Their ends run at this moment, and reach nobody.
