@@ -136,8 +136,10 @@ class RunLearner:
     """See `trainer.tinker.interface.Learner`. Every rank has one; those above 0 `follow`.
 
     It must be used by one thread at a time, inside `reproducible_numbers`. `config` says which base
-    (`model`), on which device and in which passes (`trainer`), how it is sharded (`parallel`), and
-    the scale of adapters (`lora.alpha`). Raises ConfigError as `load_scorer` does. A collective.
+    (`model`), on which device and in which passes (`trainer`), how it is sharded (`parallel`), the
+    scale of adapters (`lora.alpha`) and their highest rank (`lora.rank`; 0: any).
+
+    Raises ConfigError as `load_scorer` does. A collective.
     """
 
     def __init__(self, config: Config, ranks: Ranks) -> None:
@@ -260,13 +262,16 @@ class RunLearner:
         return self._runs[run]
 
     def _check_spec(self, spec: LoraSpec) -> None:
-        widest = int(self.model.config.get_text_config().hidden_size)
-        if not 1 <= spec.rank <= widest:
+        highest = int(self.model.config.get_text_config().hidden_size)
+        # SGLang reserves memory for adapters of this rank.
+        if self._config.lora.rank:
+            highest = min(highest, self._config.lora.rank)
+        if not 1 <= spec.rank <= highest:
             raise InvalidInput(
-                f"a rank is 1 to {widest}, the width of the base model",
+                f"a rank is 1 to {highest} here",
                 field="lora_config.rank",
                 value=spec.rank,
-                remedy="use 8 to 64",
+                remedy="use a lower one, or start the server with a higher lora.rank",
             )
         if not self._chosen(spec):
             raise InvalidInput(

@@ -340,6 +340,13 @@ def test_wrong_names_specs_and_files(runs: RunLearner, run: str, tmp_path: Path)
     assert state(runs, run, tmp_path / "after") == before
 
 
+def test_the_highest_rank_is_a_setting(policy_dir: Path) -> None:
+    runs = learner(policy_dir, lora__rank=4)
+    runs.create("highest", LoraSpec(rank=4))
+    with pytest.raises(InvalidInput):
+        runs.create("higher", LoraSpec(rank=5))
+
+
 def test_a_folder_has_its_name_only_when_it_is_whole(
     runs: RunLearner, run: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
