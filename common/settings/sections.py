@@ -702,8 +702,8 @@ class EnvironmentSection(Section):
     (`get_turn_rewards`): an answer is then credited only with the rewards that follow it, not with
     earlier ones. Unset: they count for the whole episode."""
     deadline_s: PositiveFloat = 600.0
-    """Seconds for one episode, without those in which it waits for answers of the model. One that
-    takes longer is lost: it has no reward."""
+    """Seconds for one episode, without those in which it waits for answers of the model, for a
+    thread or for its container. One that takes longer is lost: it has no reward."""
     tool_timeout_s: PositiveFloat | None = None
     """Seconds for one tool call of a class. If it takes longer, the model gets an error as its
     result, and the episode goes on. Unset: as long as the episode."""

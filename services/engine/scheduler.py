@@ -156,13 +156,16 @@ class Scheduler:
         Logits that are not finite fail the whole job: its other completions have the same fault.
         """
         rows = self.rows
-        flags = [flag.tolist() for flag in rows.append(first, sampled)]
+        is_stop, is_full, is_finite = rows.append(first, sampled)
         self.generated.inc(len(rows) - first)
+        # Few rows end in a step, and only these cost anything.
+        may_end = is_stop | is_full | ~is_finite | rows.state["has_stops"][first : len(rows)]
         reasons: dict[int, dict[str, Any]] = {}
         broken: set[GenerationJob] = set()
-        for row, (is_stop, is_full, is_finite) in enumerate(zip(*flags, strict=True), first):
-            reason = self._reason(row, is_stop=is_stop, is_full=is_full)
-            if not is_finite:
+        for index in np.flatnonzero(may_end).tolist():
+            row = first + index
+            reason = self._reason(row, is_stop=is_stop[index], is_full=is_full[index])
+            if not is_finite[index]:
                 broken.add(rows.sequences[row].job)
             elif reason is not None:
                 reasons[row] = reason
