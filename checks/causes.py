@@ -138,7 +138,8 @@ def named(name: str, directory: Path, model: Path) -> tuple[str, str, str]:
     expected, work = CAUSES[name]
     lab = Lab(name, seed=1, directory=directory, model=model)
     directory.mkdir(parents=True, exist_ok=True)
-    work(lab)
+    if not lab.run_dir.exists():
+        work(lab)
     answer = explain(RunFacts.read(lab.run_dir))
     first = answer["causes"][0] if answer["causes"] else {"name": "none", "what": ""}
     return expected, first["name"], first["what"]
@@ -148,7 +149,9 @@ def main() -> None:
     """Prints a line for each cause; exits with 1 if more than one of ten has another name."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(CAUSES))
-    parser.add_argument("--keep", type=Path, metavar="DIR", help="keeps the runs here")
+    parser.add_argument(
+        "--keep", type=Path, metavar="DIR", help="keeps the runs, and asks kept ones"
+    )
     arguments = parser.parse_args()
     chosen = [name for name in CAUSES if not arguments.names or name in arguments.names]
     console = Console()

@@ -23,6 +23,7 @@ ROOT = Path(__file__).resolve().parents[1]
 COMMANDS = (
     "trainer",
     "trainer.sft",
+    "trainer.tinker",
     "trainer.train_math",
     "trainer.evaluate_model",
     "trainer.export",

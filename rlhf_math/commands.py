@@ -15,6 +15,7 @@ from common.process.cli import fail
 COMMANDS = {
     "train": ("trainer.train_math", "train a model in one process"),
     "sft": ("trainer.sft", "fine-tune a model on given answers"),
+    "tinker": ("trainer.tinker", "serve Tinker's API: training loops of other programs"),
     "eval": ("trainer.evaluate_model", "measure a model, or compare two"),
     "export": ("trainer.export", "make a model's directory from a checkpoint or an adapter"),
     "local": ("jobgroup.local", "run a job group on this machine"),

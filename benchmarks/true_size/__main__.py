@@ -5,9 +5,9 @@ router, agents, reward-server, replay-buffer, collector, and the trainer's ranks
 things are modelled: the engines answer with real sizes at the speed that their GPUs' bandwidth
 allows (`stand_in/sglang`), and the trainer's passes take the time that a GPU is predicted to take
 (`rank.py`). `--clock 8` lets eight modelled seconds pass in a real one; the host's work is real and
-is not compressed. `--kills` kills an agent, the replay-buffer, the reward-server, the data-server,
-the router and a rank, one in each step, and judges by the ids of all groups that nothing is lost
-and nothing is trained on twice.
+is not compressed. `--kills` kills an agent, the replay-buffer, a rank, the reward-server, the
+data-server and the router, one in each step, and judges by the ids of all groups that nothing is
+lost and nothing is trained on twice.
 
 A machine holds fewer processes than a cluster. `--share` scales the groups of a step and the
 engines and ranks that they need in proportion; `--engines` and `--ranks` say by how many processes
@@ -101,7 +101,7 @@ def settings(case: Case, options: Any, directory: Path) -> dict[str, Any]:
             "routing_replay": case.top_k > 0,
         },
         "limits": {"service_timeout_s": options.limit / options.clock},
-        "checkpoint": {"every": int(options.kills)},
+        "checkpoint": {"every": 1 if options.kills else 0},
         "evaluation": {"samples": 0},
         "parallel": {"shard_size": 1},
     }
@@ -227,11 +227,15 @@ def main() -> None:
         default=600.0,
         help="limits.service_timeout_s",
     )
-    parser.add_argument("--kills", action="store_true", help="kill a process in each step")
+    parser.add_argument(
+        "--kills", nargs="*", choices=KILLED, help="kill these in turn, or all; the rest goes on"
+    )
     parser.add_argument("--keep", type=Path, help="a new directory for the run, which is kept")
     options = parser.parse_args()
-    if options.kills:
-        options.steps = max(options.steps, len(KILLED) + 2)  # the first step is left alone
+    if options.kills is not None:
+        options.kills = options.kills or KILLED
+        # The first two steps are left alone, and a kill may take more than one.
+        options.steps = max(options.steps, len(options.kills) + 3)
     case = BY_NAME[options.case]
     print(f"{case.about}: a share of {options.share:g}, clock {options.clock:g}", flush=True)
     with tempfile.TemporaryDirectory() as temporary:
@@ -239,7 +243,7 @@ def main() -> None:
         directory.mkdir(parents=True)
         make_model(case, directory / "model")
         group = Rehearsal(directory, {}, command=job_group(case, options, directory))
-        kills = Kills(group) if options.kills else None
+        kills = Kills(group, options.kills) if options.kills else None
         try:
             first, last, seconds = run(group, options, kills)
         except ServiceError as error:

@@ -2,6 +2,7 @@
 
 import signal
 import time
+from collections.abc import Sequence
 
 from rich.console import Console
 
@@ -11,8 +12,9 @@ from tests.chaos.group import Group, wait_gone
 from tests.chaos.invariants import read_evidence, violations
 from tests.chaos.targets import Process, find, send
 
-_RANK = "trainer rank 1"
+_RANK = "trainer-1"
 KILLED = ("agent-0", "replay-buffer", _RANK, "reward-server", "data-server", "router")
+"""A killed rank ends the other one too, and both continue from the newest checkpoint."""
 _PART_OF_STEP = 0.4
 """The kill comes when this part of a step has passed: the engines generate, and groups arrive."""
 _NOT_HERE = ("accuracy:", "|Δ logprob|")
@@ -20,11 +22,13 @@ _NOT_HERE = ("accuracy:", "|Δ logprob|")
 
 
 class Kills:
-    """Kills the processes of a running group, each in another step; call `look` twice a second."""
+    """Kills `names` of the processes of a running group, each in another step; call `look` twice a
+    second.
+    """
 
-    def __init__(self, group: Group) -> None:
+    def __init__(self, group: Group, names: Sequence[str]) -> None:
         self._group = group
-        self._waiting = list(KILLED)
+        self._waiting = list(names)
         self._seen = 0
         self._due = 0.0
         self._done: list[tuple[str, float, int]] = []
@@ -64,7 +68,7 @@ class Kills:
         )
         for name, at, step in self._done:
             later = [when - at for when, _ in group.step_times if when > at]
-            table.add_row(name, str(step), f"{min(later):.0f}")
+            table.add_row(name, str(step), f"{min(later):.0f}" if later else "")
         console = Console(width=100)
         console.print(table)
         console.print(f"restarts: {dict(group.restarts())}")

@@ -132,14 +132,15 @@ def _recorded_coroutine(owner: Any, method: str, name: str, device: Device) -> N
 def _recorded_answers(device: Device) -> None:
     """Records when the engines generate an answer, when it is received and when it is parsed."""
     arrived: dict[Any, float] = {}
-    receive = RolloutClient._receive
+    receive = RolloutClient._to_file
     generate = RolloutClient.generate
 
-    async def received(self: RolloutClient, response: Any) -> None:
+    async def received(self: RolloutClient, pieces: Any) -> Path:
         start = time.perf_counter()
-        await receive(self, response)
+        path = await receive(self, pieces)
         arrived[asyncio.current_task()] = time.perf_counter()
         device.did("receive", start, arrived[asyncio.current_task()])
+        return path
 
     async def generated(self: RolloutClient, *arguments: Any, **options: Any) -> Any:
         start = time.perf_counter()
@@ -149,7 +150,7 @@ def _recorded_answers(device: Device) -> None:
         device.did(ENGINES, start, there)
         return completions
 
-    RolloutClient._receive = received  # type: ignore[method-assign]
+    RolloutClient._to_file = received  # type: ignore[method-assign]
     RolloutClient.generate = generated  # type: ignore[method-assign]
 
 

@@ -6,6 +6,7 @@ again, so a task that restarted at a new address is found.
 """
 
 import asyncio
+import json
 import logging
 import math
 import random
@@ -13,13 +14,13 @@ import ssl
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from functools import cache, lru_cache
+from functools import cache
 from typing import Any, NamedTuple, Self, TypeVar
 
 import httpx
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
-from common.clients.network import Network
+from common.clients.network import Answer, Network, Receive, Sent, exchange, refuse_compressed
 from common.clients.unreachable import Problem, problem_of, problem_of_status
 from common.errors import ServiceError, ServiceLost, Unauthorized, shorten
 from common.process import logs, progress, watchdog
@@ -46,7 +47,6 @@ _SAY_AFTER_S = 60.0
 """A call that its service may well work on is said after so long, and then ever less often."""
 _PROGRESS_BYTES = 16 << 10
 """So many further bytes of a body, sent or received, begin the time of a call again."""
-_url = lru_cache(256)(httpx.URL)
 _adapter: Callable[[Any], TypeAdapter[Any]] = cache(TypeAdapter)
 
 
@@ -58,17 +58,11 @@ class Unreachable(ServiceError):
 
 
 async def _not_compressed(response: httpx.Response) -> None:
-    """Refuses compressed responses, where a few bytes could expand to gigabytes. No service sends
-    one.
-    """
-    encoding = response.headers.get("content-encoding")
-    if encoding:
+    try:
+        refuse_compressed(response.headers)
+    except ServiceError:
         await response.aclose()
-        raise ServiceError(
-            "the response is compressed, although the request did not ask for that",
-            field="content-encoding",
-            value=encoding,
-        )
+        raise
 
 
 async def _with_id(request: httpx.Request) -> None:
@@ -120,9 +114,11 @@ class _Patience:
         return min(_SILENT_S, self._limit_s / 4)
 
     @property
-    def timeout(self) -> httpx.Timeout:
-        """The limits of the next attempt's socket, which may be silent as long as the attempt."""
-        return httpx.Timeout(None, connect=min(self.left_s, 10))
+    def connect_s(self) -> float:
+        """The time that the next attempt has for a connection. Its socket may then be silent as
+        long as the attempt.
+        """
+        return min(self.left_s, 10)
 
     def attempt(self) -> asyncio.Timeout:
         """Returns the limit of an attempt as a whole."""
@@ -234,7 +230,7 @@ class Client:
 
     async def request(
         self, method: str, path: str, *, deadline_s: float | None = None, **arguments: Any
-    ) -> httpx.Response:
+    ) -> Answer:
         """Sends a request, with retries, until it succeeds or its deadline passes; honours
         Retry-After. It may take longer as long as the bytes of a large body move, or as the service
         says over another connection that it works on the request and gets on. An attempt on which
@@ -256,7 +252,7 @@ class Client:
 
     async def _repeat(
         self, method: str, path: str, patience_s: float, arguments: dict[str, Any]
-    ) -> httpx.Response:
+    ) -> Answer:
         start = time.monotonic()
         patience = _Patience(patience_s)
         delay = 0.05
@@ -266,14 +262,14 @@ class Client:
 
         while patience.left_s > 0:
             retry_after_s = 0.0
-            timeout = patience.timeout
+            connect_s = patience.connect_s
             attempt = logs.new_request_id()
             sent = {**arguments, "headers": {**arguments.get("headers", {}), ATTEMPT: attempt}}
             watch = self._watched(attempt, f"{method} {path}", patience, start=start)
             try:
                 async with patience.attempt(), watch:
                     response = await self._exchange(
-                        method, path, timeout, sent, moved=patience.moved
+                        method, path, connect_s, sent, moved=patience.moved
                     )
             except _NETWORK_ERRORS as error:
                 self._check_trust(error)
@@ -391,41 +387,52 @@ class Client:
         self,
         method: str,
         path: str,
-        timeout: httpx.Timeout,
+        connect_s: float,
         arguments: dict[str, Any],
         *,
         moved: Callable[[int], None],
-    ) -> httpx.Response:
-        """Sends a request once; calls `moved` with the bytes of its bodies so far.
+    ) -> Answer:
+        """Sends a request once, with `content` or `json`, `params` and `headers`; calls `moved`
+        with the bytes of its bodies so far.
 
-        It bypasses httpx's client, whose work for redirects, cookies and merged URLs took four
-        fifths of a small call. Raises RuntimeError when this client is closed.
+        Raises RuntimeError when this client is closed.
         """
         if self.http.is_closed:
             raise RuntimeError(f"the client of {self.service} is closed")
         headers = {**self._default_headers, **logs.sent_headers(), **arguments.get("headers", {})}
         if self._store_mark is not None:
             headers[STORE_HEADER] = str(self._store_mark)
+        content = arguments.get("content", b"")
+        if "json" in arguments:
+            content = _json(arguments["json"])
+            headers["content-type"] = "application/json"
+        if isinstance(content, str):
+            content = content.encode()
+        if content:
+            headers["content-length"] = str(len(content))  # it may be sent in pieces
         url = self.base_url.rstrip("/") + path
-        request = httpx.Request(
-            method,
-            _url(url),
-            extensions={"timeout": timeout.as_dict(), "moved": moved},
-            **(arguments | {"headers": headers}),
+        if "params" in arguments:
+            url = str(httpx.URL(url, params=arguments["params"]))
+        answer = await exchange(
+            self._transport,
+            Sent(
+                method,
+                url,
+                headers,
+                content,
+                connect_s=connect_s,
+                moved=moved,
+                receive=self._receiver(path),
+            ),
         )
-        response = await self._transport.handle_async_request(request)
-        response.request = request
-        try:
-            await _not_compressed(response)
-            await self._receive(response)
-        finally:
-            await response.aclose()
-        self._see_store(StoreMark.parse(response.headers.get(STORE_HEADER, "")))
-        return response
+        self._see_store(StoreMark.parse(answer.headers.get(STORE_HEADER, "")))
+        return answer
 
-    async def _receive(self, response: httpx.Response) -> None:
-        """Receives the body of a response."""
-        await response.aread()
+    def _receiver(self, path: str) -> Receive | None:
+        """Returns what receives the body of a successful answer to this call into a file, if
+        anything.
+        """
+        return None
 
     def _see_store(self, mark: StoreMark | None) -> None:
         """Remembers how far the service's store is, and logs a warning when it is another one."""
@@ -457,11 +464,11 @@ class Client:
                 "(SECURITY.md)",
             ) from None
 
-    def _is_retryable(self, response: httpx.Response) -> bool:
+    def _is_retryable(self, response: Answer) -> bool:
         """Whether a retry may succeed."""
         return response.status_code in _RETRIED_STATUSES
 
-    def _error(self, response: httpx.Response) -> ServiceError:
+    def _error(self, response: Answer) -> ServiceError:
         detail = _detail(response)
         status = response.status_code
         message = detail.pop("message")
@@ -511,7 +518,7 @@ class Client:
         if response.is_success:
             return None
         if response.status_code == Unauthorized.status:
-            raise self._error(response)
+            raise self._error(Answer(response.status_code, response.headers, response.content))
         self.problem = problem_of_status(response.status_code)
         try:
             said = _Unhealthy.model_validate_json(response.content)
@@ -527,7 +534,13 @@ class Client:
         await self.request("POST", "/flush", deadline_s=deadline_s)
 
 
-def _detail(response: httpx.Response) -> dict[str, Any]:
+def _json(content: Any) -> bytes:
+    """Returns JSON. Raises ValueError for numbers that are not finite."""
+    text = json.dumps(content, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+    return text.encode()
+
+
+def _detail(response: Answer) -> dict[str, Any]:
     """Returns message, field, value, remedy and code of an error; only a message when the body has
     another shape, such as SGLang's.
     """
@@ -544,7 +557,7 @@ def _detail(response: httpx.Response) -> dict[str, Any]:
     return {"message": shorten(str(said or response.text))}
 
 
-def _retry_reason(response: httpx.Response) -> str:
+def _retry_reason(response: Answer) -> str:
     """Returns why a request is repeated: the status and what the service said."""
     detail = _detail(response)
     parts = [detail.get(name) for name in ("message", "value", "remedy")]
@@ -552,7 +565,7 @@ def _retry_reason(response: httpx.Response) -> str:
     return f"HTTP {response.status_code}: {shorten(said, 600)}"
 
 
-def parse_retry_after(response: httpx.Response) -> float:
+def parse_retry_after(response: Answer | httpx.Response) -> float:
     """Returns the seconds of Retry-After; 0 when it is absent or a date."""
     value = response.headers.get("retry-after", "")
     return float(value) if value.isascii() and value.isdigit() else 0.0

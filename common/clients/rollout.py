@@ -3,7 +3,7 @@
 import asyncio
 import base64
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterable, Mapping, Sequence
 from concurrent.futures import BrokenExecutor, Executor
 from functools import partial
 from itertools import chain
@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any, NotRequired, TypedDict, Unpack
 from uuid import uuid4
 
-import httpx
 import numpy as np
 import orjson
 
 from common.clients.base import Look
 from common.clients.engines import GeneratingClient
+from common.clients.network import Answer, Receive
 from common.errors import NotFound, ServiceError, ServiceLost
 from common.process.storage import storing
 from common.wire.codec import without_collection
@@ -53,6 +53,11 @@ def sample_seed(seed: int, index: int) -> int:
     request for one completion with it gives the same one.
     """
     return (seed + index * _SEED_STRIDE) & 0xFFFFFFFFFFFFFFFF
+
+
+def single_seed(seed: int, index: int) -> int:
+    """Returns the same for a request to SGLang."""
+    return sample_seed(seed, index) & _SGLANG_SEEDS
 
 
 class SamplingOptions(TypedDict):
@@ -127,22 +132,22 @@ class RolloutClient(GeneratingClient):
         await self._may_parse()
         return read()
 
-    async def _receive(self, response: httpx.Response) -> None:
-        is_answer = response.is_success and response.request.url.path.endswith("/generate")
-        if self.directory is None or not is_answer:
-            await response.aread()
-            return
+    def _receiver(self, path: str) -> Receive | None:
+        return self._to_file if self.directory is not None and path == "/generate" else None
+
+    async def _to_file(self, pieces: AsyncIterable[bytes]) -> Path:
+        assert self.directory is not None
         path = self.directory / f"{uuid4().hex}.answer"
         with storing("an engine's answer", path, "state_dir"):
             self.directory.mkdir(parents=True, exist_ok=True)
             try:
                 with path.open("wb") as file:
-                    async for piece in response.aiter_bytes():
+                    async for piece in pieces:
                         file.write(piece)
             except BaseException:
                 path.unlink(missing_ok=True)
                 raise
-        response.extensions["file"] = path
+        return path
 
     async def answers(
         self,
@@ -178,7 +183,7 @@ class RolloutClient(GeneratingClient):
         try:
             async with asyncio.TaskGroup() as tasks:
                 for index in range(options["n"]):
-                    own_seed = sample_seed(seed, index) & _SGLANG_SEEDS
+                    own_seed = single_seed(seed, index)
                     alone: SamplingOptions = {**options, "n": 1, "sampling_seed": own_seed}
                     request = self._generate(input_ids, alone, lora_path, logprobs=logprobs)
                     started.append(tasks.create_task(request))
@@ -246,7 +251,7 @@ class RolloutClient(GeneratingClient):
             content=orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY),
             headers={"content-type": "application/json"},
         )
-        return response.extensions.get("file") or response.content
+        return response.file or response.content
 
     async def _look(self, attempt: str) -> Look:
         loads = await self._loads()
@@ -254,7 +259,7 @@ class RolloutClient(GeneratingClient):
         is_lost = bool(loads) and all(load.is_idle for load in loads or [])
         return Look(works=False if is_lost else None, progress=self.engines.progress)
 
-    def _is_retryable(self, response: httpx.Response) -> bool:
+    def _is_retryable(self, response: Answer) -> bool:
         """Also retries the router's 500, when its attempts met engines that just died, and smg's
         404 without one.
         """

@@ -37,7 +37,7 @@ _RANK = 570e6
 _READ = 2.5 * 2
 """The same for an expert of a token of one group: two bytes, as they come from the process that
 reads answers and as arrays, and the one that is written."""
-_READER = 490e6  # of a rehearsal, which loads torch there; 120e6 without
+_READER = 490e6  # of a rehearsal, which loads torch there; 70e6 without
 _PARSED = 2.9
 """Host memory of the process that reads answers, for a byte of the JSON of a group."""
 _ROUTER = 113e6

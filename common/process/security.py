@@ -27,6 +27,7 @@ _SECRETS = (
     "HUGGING_FACE_HUB_TOKEN",
     "JUDGE_API_KEY",
     "TEACHER_API_KEY",
+    "TINKER_KEYS",
     *_TRACKERS,
 )
 _SHOWN = b"[secret]"

@@ -28,6 +28,7 @@ REWARD = "reward-server"
 REPLAY = "replay-buffer"
 ENVIRONMENT = "environment-server"
 TRAINER = "ppo-trainer"
+TINKER = "tinker-server"
 TORCHRUN_PORT = 29500
 WRONG_SETTING = 78
 """Exit status (EX_CONFIG) of a process of a job group whose settings are wrong: a restart would not

@@ -48,6 +48,7 @@ _OTHERS = (
     "HF_HOME",
     "JUDGE_API_KEY",
     "TEACHER_API_KEY",
+    "TINKER_KEYS",
     "LOG_LEVEL",
     "LOG_FORMAT",
 )

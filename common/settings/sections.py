@@ -308,6 +308,9 @@ class RolloutSection(Section):
     """Port of every rollout node's agent."""
     router_metrics_port: Port = 29000
     """Port of the router's Prometheus metrics."""
+    trainer: Literal["ppo-trainer", "tinker-server"] = "ppo-trainer"
+    """Task that the nodes serve. The tinker-server gives the engines an adapter for each of its
+    samplers, beside the model they start with."""
     engine: InHelp[Literal["sglang", "embedded"]] = "sglang"
     """`sglang`, or `embedded`: a small engine with the same HTTP API that needs only torch."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -699,8 +702,8 @@ class EnvironmentSection(Section):
     (`get_turn_rewards`): an answer is then credited only with the rewards that follow it, not with
     earlier ones. Unset: they count for the whole episode."""
     deadline_s: PositiveFloat = 600.0
-    """Seconds for one episode, without those in which it waits for answers of the model. One that
-    takes longer is lost: it has no reward."""
+    """Seconds for one episode, without those in which it waits for answers of the model, for a
+    thread or for its container. One that takes longer is lost: it has no reward."""
     tool_timeout_s: PositiveFloat | None = None
     """Seconds for one tool call of a class. If it takes longer, the model gets an error as its
     result, and the episode goes on. Unset: as long as the episode."""
@@ -746,6 +749,22 @@ class RuntimeSection(Section):
     grader_network: bool = False
     """Whether the containers in which Harbor tasks are graded have the network of their host, for
     tests that install packages. What the agent wrote runs there."""
+
+
+class TinkerSection(Section):
+    """tinker-server: Tinker's API for training loops of other programs (docs/how-to/tinker.md)."""
+
+    port: Port = 8007
+    """Port of the server."""
+    host: str = ""
+    """Address to listen on. Empty: this machine only, and all of a cluster's network in a job
+    group."""
+    name: str = ""
+    """Name of the model for clients, which load the tokenizer of that name. Empty: `model.name`."""
+    max_runs: PositiveInt = 1000
+    """Runs of a client that the server keeps."""
+    resident_runs: PositiveInt = 8
+    """Runs in memory. The run that was used longest ago gives way, and comes back from its file."""
 
 
 class TrackersSection(Section):

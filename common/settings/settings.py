@@ -25,6 +25,7 @@ from common.settings.sections import (
     RuntimeSection,
     SamplingSection,
     TeacherSection,
+    TinkerSection,
     TrackersSection,
     TrainerSection,
 )
@@ -86,6 +87,7 @@ class Settings(Section):
     limits: LimitsSection = LimitsSection()
     environment: EnvironmentSection = EnvironmentSection()
     runtime: RuntimeSection = RuntimeSection()
+    tinker: TinkerSection = TinkerSection()
     trackers: TrackersSection = TrackersSection()
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import psutil
 
-from common.process.topology import ROLLOUT, TRAINER, Topology
+from common.process.topology import ROLLOUT, TINKER, TRAINER, Topology
 from jobgroup.doctor.plan import ROOT, Plan
 from jobgroup.doctor.report import Result, ask, expect, gb
 
@@ -63,7 +63,7 @@ def check_cores(plan: Plan) -> Iterator[Result]:
     computing = 0
     unlimited = []
     for job in plan.here:
-        if job.name in (TRAINER, ROLLOUT) and not job.gpus and not job.uses_sglang:
+        if job.name in (TRAINER, TINKER, ROLLOUT) and not job.gpus and not job.uses_sglang:
             computing += job.num_nodes
             if not job.env.get("OMP_NUM_THREADS"):
                 unlimited.append(job.name)

@@ -7,7 +7,7 @@ from operator import attrgetter
 
 import psutil
 
-from common.process.topology import DATA, ENVIRONMENT, REPLAY, REWARD, ROLLOUT, TRAINER
+from common.process.topology import DATA, ENVIRONMENT, REPLAY, REWARD, ROLLOUT, TINKER, TRAINER
 from common.settings.sources import variable
 from jobgroup.doctor.plan import Plan
 from jobgroup.doctor.report import Result
@@ -24,6 +24,7 @@ _PORTS = {
     REPLAY: ("replay.port",),
     ENVIRONMENT: ("environment.port",),
     TRAINER: ("trainer.port",),
+    TINKER: ("tinker.port",),
 }
 """The settings of the ports on which the nodes of a task listen."""
 _NODE = "127.254.251.1" if psutil.LINUX else "127.0.0.1"

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from common.errors import ConfigError, did_you_mean
-from common.process.topology import REWARD, ROLLOUT, TRAINER
+from common.process.topology import REWARD, ROLLOUT, TINKER, TRAINER
 from common.settings.config import Config
 from common.settings.rewards import ModelReward
 from common.settings.sources import packaged
@@ -56,7 +56,7 @@ class PlannedTask(spec.Task):
             return self.config.reward.function(ModelReward) is not None
         if self.name == ROLLOUT:
             return not self.uses_sglang
-        return self.name == TRAINER
+        return self.name in (TRAINER, TINKER)
 
 
 _MAKE_TINY = "trainer.tiny_model"

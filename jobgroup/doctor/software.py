@@ -10,14 +10,14 @@ import tomllib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from common.process.topology import DATA, ENVIRONMENT, REPLAY, REWARD, ROLLOUT, TRAINER
+from common.process.topology import DATA, ENVIRONMENT, REPLAY, REWARD, ROLLOUT, TINKER, TRAINER
 from jobgroup.doctor.plan import ROOT, Plan
 from jobgroup.doctor.report import Result, ask, expect
 from services.rollout.engine_client import toolkit_env
 from services.rollout.router import chosen_router
 
 _EXTRA = dict.fromkeys((DATA, REWARD, REPLAY, ENVIRONMENT), "services")
-_EXTRA |= {ROLLOUT: "rollout", TRAINER: "trainer"}
+_EXTRA |= {ROLLOUT: "rollout", TRAINER: "trainer", TINKER: "trainer"}
 _CHECKOUT = (ROOT / "Makefile").exists()
 _SGLANG_VERSIONS = "import importlib.metadata as m; print(m.version('sglang'), m.version('torch'))"
 _CUDA = 13

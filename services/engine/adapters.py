@@ -15,9 +15,11 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from common.errors import ServiceError
+from common.weights.checksums import checksum
 from learning.hub_names import of_language_part
 
 _PREFIX = "base_model.model."
+_WEIGHTS = "adapter_model.safetensors"
 _SUPPORTED: dict[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
     "bias": ("none",),
@@ -54,6 +56,15 @@ class AdapterRegistry:
 
     def __init__(self, module: Any) -> None:
         self._weights = {name: parameter.data for name, parameter in module.named_parameters()}
+        head = module.get_output_embeddings()
+        (prefix,) = (name for name, part in module.named_modules() if part is head)
+        self._head_weight = f"{prefix}.weight"
+        self._head = head
+        self._tied: Any = None
+        """The embeddings' weight if it is also the head's, which has no name of its own then."""
+        if self._head_weight not in self._weights:
+            self._tied = head.weight
+            self._weights[self._head_weight] = head.weight.data
         self._known: dict[str, Adapter] = {}
         self._base: dict[str, Tensor] = {}
         self.retired: set[str] = set()
@@ -68,14 +79,18 @@ class AdapterRegistry:
 
     def load(self, name: str, path: Path) -> None:
         """Loads an adapter. Raises BadAdapter, and changes nothing, for a name in use and for files
-        that do not fit.
+        that do not fit, or whose checksum differs from that in a name `NAME@CHECKSUM`.
         """
         if name in self._known:
             reason = f"Failed to load LoRA adapter {name} because it is already loaded"
             raise BadAdapter(
                 reason, field="lora_name", value=name, remedy="unload it first, or use another name"
             )
-        self._known[name] = self._read(path)
+        adapter = self._read(path)
+        stated = name.partition("@")[2]
+        if stated and stated != checksum(path / _WEIGHTS):
+            raise _unusable("these are not the weights that the adapter's name states", path)
+        self._known[name] = adapter
 
     def drop(self, name: str) -> None:
         """Removes an adapter that no request uses."""
@@ -91,21 +106,28 @@ class AdapterRegistry:
         # Copied back, not subtracted: rounding would leave another base after every change.
         for weight, tensor in self._base.items():
             self._weights[weight].copy_(tensor)
+        if self._tied is not None:
+            self._head.weight = self._tied
         self._base = {}
         self.active = None
         if name is None:
             return
         adapter = self._known[name]
         for weight, (lora_a, lora_b) in adapter.factors.items():
+            if self._tied is not None and weight == self._head_weight:
+                # An adapter of the head changes no embedding.
+                changed = torch.add(self._tied, lora_b @ lora_a, alpha=adapter.scale)
+                self._head.weight = torch.nn.Parameter(changed, requires_grad=False)
+                continue
             self._base[weight] = self._weights[weight].clone()
             self._weights[weight].add_(lora_b @ lora_a, alpha=adapter.scale)
         self.active = name
 
     @contextmanager
-    def unmerged(self) -> Iterator[None]:
-        """Restores the base model's weights inside the context."""
+    def only(self, name: str | None) -> Iterator[None]:
+        """Merges this adapter inside the context; None: the weights are the base model's."""
         active = self.active
-        self.merge(None)
+        self.merge(name)
         try:
             yield
         finally:
@@ -115,7 +137,7 @@ class AdapterRegistry:
         device = next(iter(self._weights.values())).device
         try:
             config = json.loads((path / "adapter_config.json").read_text())
-            stored = load_file(path / "adapter_model.safetensors")
+            stored = load_file(path / _WEIGHTS)
             tensors = {name: tensor.to(device, torch.float32) for name, tensor in stored.items()}
             scale = config["lora_alpha"] / config["r"]
         except (
@@ -155,6 +177,13 @@ class AdapterRegistry:
             )
             if lora_b is None or not fits:
                 raise _unusable(f"the adapter does not fit the model: {name}", path)
+            if weight == self._head_weight and self._tied is not None and tensor.is_cuda:
+                # Captured graphs read the tensor that the head shares with the embeddings.
+                raise _unusable(
+                    "on a GPU, an adapter of a head that shares its weight is not supported",
+                    path,
+                    "set rollout.engine sglang, or train an adapter without the head",
+                )
             factors[weight] = (tensor, lora_b)
         if not factors or len(tensors) != 2 * len(factors):
             raise _unusable("the tensors are not pairs of lora_A and lora_B", path)

@@ -60,7 +60,13 @@ def make_app(engine: Engine) -> FastAPI:
 
         if body.scores_prompts:
             body.check_scoring()
-            answers = await score(request, engine, prompts, body.logprob_start_len)
+            answers = await score(
+                request,
+                engine,
+                prompts,
+                start=body.logprob_start_len,
+                adapter=body.lora_path,
+            )
         else:
             jobs = body.jobs(prompts, engine.model)
             await finish(request, engine, jobs)

@@ -22,7 +22,7 @@ attention."""
 
 @contextmanager
 def attending_to(cache: SlotCache) -> Iterator[None]:
-    """Makes `_attend` use this cache inside the context."""
+    """Makes `attend` use this cache inside the context."""
     token = _PASS.set(cache)
     try:
         yield
@@ -31,7 +31,7 @@ def attending_to(cache: SlotCache) -> Iterator[None]:
 
 
 def replace_attention(module: Any, config: Any, max_context_tokens: int) -> bool:
-    """Makes `module` use `_attend`; returns False, and changes nothing, if transformers does not
+    """Makes `module` use `attend`; returns False, and changes nothing, if transformers does not
     allow that for this model.
 
     Raises ConfigError for attention that the engine does not support.
@@ -68,7 +68,7 @@ def replace_attention(module: Any, config: Any, max_context_tokens: int) -> bool
     return False
 
 
-def _attend(
+def attend(
     _: Any,
     query: Tensor,
     key: Tensor,
@@ -146,8 +146,14 @@ def _by_products(
     kv_heads = key.shape[1]
     columns = key.shape[2]
     # Heads that share a key are rows of one product, so keys and values need no copies.
-    packed = (query * scale).reshape(batch, kv_heads, heads // kv_heads * length, size)
-    scores = (packed @ key.transpose(2, 3)).view(batch, heads, length, columns)
+    packed = query.reshape(batch * kv_heads, heads // kv_heads * length, size)
+    if length == 1 and mask is not None and softcap is None:
+        begin = mask.expand(batch, kv_heads, 1, columns).reshape(-1, 1, columns)
+        mask = None
+    else:
+        begin = packed.new_zeros(())
+    scores = torch.baddbmm(begin, packed, key.flatten(0, 1).transpose(1, 2), alpha=scale)
+    scores = scores.view(batch, heads, length, columns)
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
     if mask is not None:
@@ -156,8 +162,8 @@ def _by_products(
         column = sinks.to(scores.dtype).view(1, heads, 1, 1).expand(batch, heads, length, 1)
         scores = torch.cat((scores, column), -1)
     weights = torch.softmax(scores, -1)[..., :columns]
-    found = weights.reshape(batch, kv_heads, -1, columns) @ value
+    found = torch.bmm(weights.reshape(batch * kv_heads, -1, columns), value.flatten(0, 1))
     return found.view(batch, heads, length, -1).transpose(1, 2)
 
 
-AttentionInterface.register(_NAME, _attend)
+AttentionInterface.register(_NAME, attend)

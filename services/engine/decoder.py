@@ -24,6 +24,7 @@ from services.engine.blocks import BlockPasses, attended_columns
 from services.engine.cache import SlotCache
 from services.engine.failures import SGLANG, described, remedy
 from services.engine.graphs import Record, StepGraphs, recorder
+from services.engine.lean import LeanDecoder
 from services.engine.sampling import Inputs, sample
 
 log = logging.getLogger(__name__)
@@ -69,6 +70,7 @@ class Decoder:
             self.graphs = StepGraphs(self._step, self._recorder(), self.device)
         self._attention = module.config._attn_implementation
         self._attends_to_slots = replace_attention(module, self.config, max_context_tokens)
+        self._lean = LeanDecoder.of(module, self.config, max_context_tokens)
         self.routers: Routers | None = None
         self.no_routed_experts = "this model has not been tried"
         """Why it cannot return the experts of tokens; empty if it can."""
@@ -118,7 +120,13 @@ class Decoder:
     def _try(self) -> None:
         """Computes made-up sequences, without random numbers or CUDA graphs, and compares."""
         with _refusing(self.config.model_type):
-            self._check_steps()
+            try:
+                self._check_steps()
+            except ConfigError:
+                if self._lean is None:
+                    raise
+                self._lean = None
+                self._check_steps()
             self._try_routers([[0], [0, 0, 0]])
             check_batch_independence(
                 self.module,
@@ -357,10 +365,7 @@ class Decoder:
         arguments = (tokens[:, None], positions[:, None], mask)
         if needs_logits:
             return self._forward(*arguments)
-        hidden: Tensor = self._outputs(
-            self.module.get_decoder(), *arguments, cache=self.cache
-        ).last_hidden_state
-        return hidden
+        return self._hidden(*arguments, cache=self.cache)
 
     def _forward(self, tokens: Tensor, positions: Tensor | None, mask: Tensor | None) -> Tensor:
         return self._logits(tokens, positions, mask, cache=self.cache)[:, 0].float()
@@ -368,8 +373,22 @@ class Decoder:
     def _logits(
         self, tokens: Tensor, positions: Tensor | None, mask: Tensor | None, cache: SlotCache
     ) -> Tensor:
-        logits: Tensor = self._outputs(self.module, tokens, positions, mask, cache=cache).logits
+        logits: Tensor
+        if self._lean is not None:
+            logits = self.module.get_output_embeddings()(self._lean(tokens, positions, cache))
+        else:
+            logits = self._outputs(self.module, tokens, positions, mask, cache=cache).logits
         return logits
+
+    def _hidden(
+        self, tokens: Tensor, positions: Tensor | None, mask: Tensor | None, cache: SlotCache
+    ) -> Tensor:
+        if self._lean is not None:
+            return self._lean(tokens, positions, cache)
+        decoder = self.module.get_decoder()
+        outputs = self._outputs(decoder, tokens, positions, mask, cache=cache)
+        hidden: Tensor = outputs.last_hidden_state
+        return hidden
 
     def _outputs(
         self,

@@ -140,10 +140,9 @@ class GenerateBody(BaseModel):
     def check_scoring(self) -> None:
         """Raises BadRequest when a request for the log-probabilities of prompts asks for more."""
         generates = self.sampling_params.max_new_tokens != 0 or self.sampling_params.n != 1
-        if generates or not self.return_logprob or self.lora_path:
+        if generates or not self.return_logprob:
             raise BadRequest(
-                "log-probabilities of a prompt need return_logprob, max_new_tokens 0, n 1 "
-                "and no lora_path",
+                "log-probabilities of a prompt need return_logprob, max_new_tokens 0 and n 1",
                 field="logprob_start_len",
                 value=self.logprob_start_len,
                 remedy="request them separately",

@@ -86,7 +86,7 @@ async def finish(request: Request, engine: Engine, jobs: list[GenerationJob]) ->
 
 
 async def score(
-    request: Request, engine: Engine, prompts: list[list[int]], start: int
+    request: Request, engine: Engine, prompts: list[list[int]], *, start: int, adapter: str | None
 ) -> list[dict[str, Any]]:
     """Returns the answers for the log-probabilities of prompts, computed in parts so that running
     rows continue.
@@ -105,7 +105,7 @@ async def score(
     answers: list[dict[str, Any]] = []
     for first in range(0, len(prompts), at_once):
         part = prompts[first : first + at_once]
-        scoring = engine.run(partial(Scheduler.score, prompts=part))
+        scoring = engine.run(partial(Scheduler.score, prompts=part, adapter=adapter))
         logprobs, version = await cancel_on_disconnect(request, scoring)
         for prompt, scores in zip(part, logprobs, strict=True):
             answers.append(score_answer(prompt, scores, start, version))

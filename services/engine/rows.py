@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from services.engine.jobs import Sequence
 from services.engine.sampling import FIELDS, GREEDY_BELOW, Inputs, uniforms
 
-_FIELDS: dict[str, type[np.int64] | type[np.float64]] = {
+_FIELDS: dict[str, type[np.generic]] = {
     "token": np.int64,
     "position": np.int64,
     "count": np.int64,
@@ -19,6 +19,7 @@ _FIELDS: dict[str, type[np.int64] | type[np.float64]] = {
     "least": np.int64,
     "kept": np.int64,
     "routed": np.int64,
+    "has_stops": np.bool_,
     "temperature": np.float64,
     "top_p": np.float64,
     "top_k": np.float64,
@@ -32,8 +33,9 @@ class Rows:
 
     `token` is the next input, `position` its index in the sequence, `count` the number of generated
     tokens, `limit` their maximum, `least` their minimum, `kept` how many tokens at most truncation
-    leaves and the answer returns, `routed` whether it returns the experts; `stop` [rows, K] are the
-    stop tokens, padded with -1; `tokens` and `logprobs` [rows, longest limit] are the output.
+    leaves and the answer returns, `routed` whether it returns the experts, `has_stops` whether
+    texts may end it; `stop` [rows, K] are the stop tokens, padded with -1; `tokens` and `logprobs`
+    [rows, longest limit] are the output.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -92,6 +94,7 @@ class Rows:
                 "min_p": sampling.min_p,
                 "kept": sampling.top_k if sequence.job.returns_kept else 0,
                 "routed": sequence.job.returns_experts,
+                "has_stops": bool(sampling.stop),
             }
             for name, number in numbers.items():
                 state[name][row] = number

@@ -74,18 +74,23 @@ class Scheduler:
     def enqueue(self, jobs: list[GenerationJob]) -> None:
         """Appends jobs to the queue; a job whose adapter is not loaded fails."""
         for job in jobs:
-            if job.adapter is not None and job.adapter not in self.adapters.paths():
-                error = BadAdapter(
-                    "Got LoRA adapter that is not loaded",
-                    field="lora_path",
-                    value=job.adapter,
-                    remedy="POST /load_lora_adapter first",
-                )
+            try:
+                self._refuse_unknown(job.adapter)
+            except BadAdapter as error:
                 job.done.set_exception(error)
                 continue
             self.waiting += job.n
             for start in range(0, job.n, self.max_running):
                 self._queue.append(job.sequences[start : start + self.max_running])
+
+    def _refuse_unknown(self, adapter: str | None) -> None:
+        if adapter is not None and adapter not in self.adapters.paths():
+            raise BadAdapter(
+                "Got LoRA adapter that is not loaded",
+                field="lora_path",
+                value=adapter,
+                remedy="POST /load_lora_adapter first",
+            )
 
     def step(self, admit: bool) -> None:
         """Prefills what fits (if `admit`), then decodes one token for every running row."""
@@ -151,13 +156,16 @@ class Scheduler:
         Logits that are not finite fail the whole job: its other completions have the same fault.
         """
         rows = self.rows
-        flags = [flag.tolist() for flag in rows.append(first, sampled)]
+        is_stop, is_full, is_finite = rows.append(first, sampled)
         self.generated.inc(len(rows) - first)
+        # Few rows end in a step, and only these cost anything.
+        may_end = is_stop | is_full | ~is_finite | rows.state["has_stops"][first : len(rows)]
         reasons: dict[int, dict[str, Any]] = {}
         broken: set[GenerationJob] = set()
-        for row, (is_stop, is_full, is_finite) in enumerate(zip(*flags, strict=True), first):
-            reason = self._reason(row, is_stop=is_stop, is_full=is_full)
-            if not is_finite:
+        for index in np.flatnonzero(may_end).tolist():
+            row = first + index
+            reason = self._reason(row, is_stop=is_stop[index], is_full=is_full[index])
+            if not is_finite[index]:
                 broken.add(rows.sequences[row].job)
             elif reason is not None:
                 reasons[row] = reason
@@ -229,14 +237,18 @@ class Scheduler:
         self.waiting -= len(removed)
         return removed
 
-    def score(self, prompts: list[list[int]]) -> tuple[list[list[float]], str]:
-        """Returns the log-probabilities of the prompts' tokens (`Decoder.score`) under the weights,
-        and their version.
+    def score(
+        self, prompts: list[list[int]], adapter: str | None = None
+    ) -> tuple[list[list[float]], str]:
+        """Returns the log-probabilities of the prompts' tokens (`Decoder.score`) under the weights
+        with this adapter, and their version.
 
-        Raises RequestRefused while memory is released, LogitsNotFinite for a broken model.
+        Raises RequestRefused while memory is released, BadAdapter for an adapter that is not
+        loaded, LogitsNotFinite for a broken model.
         """
         self._refuse_without_memory()
-        with self.adapters.unmerged():
+        self._refuse_unknown(adapter)
+        with self.adapters.only(adapter):
             logprobs = self.model.score(prompts)
         if not all(map(math.isfinite, chain.from_iterable(logprobs))):
             raise _not_finite(self.weight_version)
@@ -334,7 +346,7 @@ class Scheduler:
                 value="weights",
                 remedy="POST /resume_memory_occupation",
             )
-        with self.adapters.unmerged():
+        with self.adapters.only(None):
             if isinstance(source, Path):
                 load_into(self.model.module, source)
                 self.model.path = source

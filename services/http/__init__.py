@@ -4,6 +4,6 @@
 - Middleware, from the outside in: `tracing`, `admission` (with `callers`).
 - `connections`: limits before there is a request. `errors`: the one error shape.
 - `delivery`: whether a client has left, and whether it took its answers.
-- `disconnect`: for handlers that wait.
+- `disconnect`, `one_thread`: for handlers that wait or block.
 - `sqlite_store`: the base of the stores; `going_back` refuses a client that has seen a later state.
 """

@@ -22,7 +22,7 @@ from common.process.topology import Topology
 _PAGES = frozenset(("/health", "/metrics", "/docs", "/openapi.json"))
 """Paths that links on other pages may open, because reading them changes nothing."""
 _CHANGING = frozenset(("POST", "PUT", "PATCH", "DELETE"))
-_KINDS = frozenset(("application/json", "application/msgpack"))
+_KINDS = frozenset(("application/json", "application/msgpack", "application/x-protobuf"))
 _OWN_HEADERS = frozenset((logs.REQUEST_HEADER, "authorization"))
 _REMEDY = (
     "programs send `Content-Type: application/json` or an `X-Request-Id`; or give the run an "

@@ -2,40 +2,29 @@
 
 import asyncio
 import contextlib
-import contextvars
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from typing import ParamSpec, TypeVar
+from typing import TypeVar
 
 from common.process import logs
 from common.wire.schemas import Group, TakeRequest
+from services.http.one_thread import OneThread
 from services.replay.buffer import ReplayBuffer
 from services.replay.store import AddResult, Lease
 
-_P = ParamSpec("_P")
 _T = TypeVar("_T")
 _A = TypeVar("_A")
 
 
-class Worker:
+class Worker(OneThread):
     """Runs the buffer's calls one after the other in a thread, so that disk syncs do not block the
     event loop.
     """
 
     def __init__(self, buffer: ReplayBuffer) -> None:
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="replay")
+        super().__init__("replay")
         self.buffer = buffer
         self._arrivals = 0
         self._arrived = asyncio.Condition()
-
-    async def call(self, function: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
-        """Runs `function(*args, **kwargs)` in the thread. Once started it completes, even if its
-        caller is cancelled.
-        """
-        run = contextvars.copy_context().run  # for the request id in its log lines
-        return await asyncio.get_running_loop().run_in_executor(
-            self._thread, lambda: run(function, *args, **kwargs)
-        )
 
     async def call_of_run(self, function: Callable[[_A], _T], argument: _A) -> _T:
         """Runs `function(argument)` in the thread unless the run of the caller has ended by then.
@@ -85,4 +74,4 @@ class Worker:
     async def close(self) -> None:
         """Closes the buffer and stops the thread."""
         await self.call(self.buffer.close)
-        await asyncio.to_thread(self._thread.shutdown)
+        await super().close()

@@ -17,7 +17,7 @@ from typing import Any
 from common.clients.base import Client
 from common.errors import ServiceError
 from common.process.metrics import Metrics
-from common.process.topology import ROLLOUT, TRAINER, Topology
+from common.process.topology import ROLLOUT, TINKER, Topology
 from common.settings.config import Config
 from services.http.app import listen
 from services.rollout.engine_client import engine_env
@@ -55,7 +55,9 @@ class Agent(ABC):
         self._heartbeat_s = heartbeat_s
         self._warnings = RateLimitedWarnings()
         self._wake_report = asyncio.Event()
-        self._trainer = TrainerClient("trainer", topology.url(TRAINER, config.trainer.port))
+        task = config.rollout.trainer
+        port = config.tinker.port if task == TINKER else config.trainer.port
+        self._trainer = TrainerClient("trainer", topology.url(task, port))
         self._clients: list[Client] = [self._trainer]
         """Closed at the end."""
         directory = config.state_dir / "rollout" / self.name / "weights"

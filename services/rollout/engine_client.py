@@ -20,7 +20,7 @@ from common.errors import ConfigError, ServiceError, shorten
 from common.models.hub import text_config
 from common.models.rotary import is_dynamic, switch_length
 from common.process.security import tls
-from common.process.topology import ROLLOUT, Topology
+from common.process.topology import ROLLOUT, TINKER, Topology
 from common.settings.config import Config
 from common.settings.sections import RolloutSection
 from common.wire.schemas import EngineLibraries, WeightManifest, adapter_name
@@ -56,6 +56,8 @@ _WITHOUT_WINDOWS = ("mistral", "mixtral", "phi3", "qwen2", "qwen2_moe", "qwen3",
 """Model types whose attention windows SGLang 0.5.21 ignores: every token attends to all earlier
 tokens."""
 
+TINKER_ADAPTERS = 8
+"""Adapters that an engine of a tinker-server keeps."""
 _LIBRARIES = "import torch; print(torch.__version__, '.'.join(map(str, torch.cuda.nccl.version())))"
 _IMPORT_S = 300.0
 """Limit for the import of torch, which a disk may make slow."""
@@ -301,6 +303,8 @@ def adapters_kept(config: Config) -> int:
     """Returns the number of adapters to keep on an engine: the newest, and those that requests may
     still name.
     """
+    if config.rollout.trainer == TINKER:
+        return TINKER_ADAPTERS
     return config.trainer.max_staleness + 2
 
 
@@ -500,7 +504,7 @@ class EngineClient(Client):
         loaded = await self.adapters()
         if name not in loaded:
             body = {"lora_name": name, "lora_path": str(directory)}
-            loaded = await self._change_adapters("/load_lora_adapter", body, timeout_s, wanted=True)
+            loaded = await self.change_adapters("/load_lora_adapter", body, timeout_s, wanted=True)
             if loaded.get(name) != str(directory):
                 reason = f"the engine has the adapters {sorted(loaded)}, not {name}"
                 raise LoadFailed(reason, field="lora_name", value=name, remedy=OTHER_ENGINE)
@@ -509,9 +513,9 @@ class EngineClient(Client):
         kept = {name, *of_this_run[-keep:]}
         for other in sorted(loaded.keys() - kept):
             body = {"lora_name": other}
-            await self._change_adapters("/unload_lora_adapter", body, timeout_s, wanted=False)
+            await self.change_adapters("/unload_lora_adapter", body, timeout_s, wanted=False)
 
-    async def _change_adapters(
+    async def change_adapters(
         self, path: str, body: dict[str, str], timeout_s: float, wanted: bool
     ) -> dict[str, str]:
         """Returns the adapters after a call.

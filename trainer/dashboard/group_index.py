@@ -161,7 +161,7 @@ class GroupIndex:
         rows = [_shown(row) for row in self._db.execute(query, values)]
         for row in rows:
             regrade = self._regrades.get((row["step"], row["id"]))
-            row["regraded"] = regrade and asdict(regrade)
+            row["regraded"] = regrade and msgspec.to_builtins(regrade, str_keys=True)
         return rows
 
     def problems(self) -> list[str]:

@@ -137,8 +137,8 @@ class Recorder:
         tell(self.console, text, level)
 
     def _tell_gap(self, name: str, lost: list[int]) -> None:
-        """Warns of steps before a resume that a file lacks. Training does not need them; the
-        report does.
+        """Warns of steps before a resume that a file lacks. Training does not need them; curves and
+        report do.
         """
         if not lost:
             return
@@ -147,7 +147,7 @@ class Recorder:
             which = f"{len(lost)} of the steps {lost[0]} to {lost[-1]}"
         text = (
             f"warning: {name} lacks {which}, which the checkpoint has: the file was cut or "
-            "removed; training continues, but report and dashboard lack them"
+            "removed; training continues, but curves, report and dashboard lack them"
         )
         self.say(text, logging.WARNING)
 

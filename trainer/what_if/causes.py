@@ -152,7 +152,7 @@ def leak(facts: RunFacts) -> Cause | None:
 def duplicates(facts: RunFacts) -> Cause | None:
     """The same problem under several ids, or the same answer several times."""
     for step in facts.steps:
-        if "copied_answers" in facts.alarms[step]:
+        if "alarm.copied_answers" in facts.numbers[step]:
             what = f"step {step} has equal answers that are no coincidence: one seed for several"
             return Cause("duplicates", step, what, "see alarm copied_answers")
     ids: dict[str, set[str]] = defaultdict(set)

@@ -11,7 +11,7 @@ from common import Json
 from common.errors import ConfigError
 from common.process.cli import CommandParser, positive, run
 from trainer.cli.commands import setting
-from trainer.cli.compare import compare
+from trainer.cli.compare import compare, evaluated
 from trainer.dashboard.runs import RunReader
 from trainer.observe.group_files import LINES
 from trainer.observe.run_dir import check_run, read_lines
@@ -96,7 +96,10 @@ def main(argv: list[str] | None = None) -> None:
         f"{sorted(set(answers.used.values()))}), {len(generated)} were generated anew: "
         f"{output / FORK}"
     )
-    compare([RunReader(run_dir), RunReader(output)], Console())
+    # At the last step that both evaluated: afterwards the run has learnt for longer.
+    own = evaluated(output, None)
+    at = own.step if own and evaluated(run_dir, own.step) else None
+    compare([RunReader(run_dir), RunReader(output)], Console(), at)
 
 
 if __name__ == "__main__":

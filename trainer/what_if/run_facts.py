@@ -51,7 +51,6 @@ class RunFacts:
     directory: Path
     numbers: dict[int, dict[str, float]] = field(default_factory=dict)
     """By step, as the dashboard names them: `update.loss`."""
-    alarms: dict[int, Json] = field(default_factory=dict)
     groups: dict[int, list[GroupSummary]] = field(default_factory=dict)
     """By step: those that were trained on."""
     settings: list[tuple[int, Json]] = field(default_factory=list)
@@ -65,7 +64,6 @@ class RunFacts:
             step = line.get("step")
             if isinstance(step, int):
                 facts.numbers[step] = step_numbers(line)
-                facts.alarms[step] = line.get("alarms") or {}
         decode = msgspec.json.Decoder(StepGroups).decode
         for each in JsonlReader(run_dir / LINES, decode).read():
             facts.groups[each.step] = each.groups
@@ -125,7 +123,8 @@ class RunFacts:
         apart = sorted(abs(b - a) for a, b in itertools.pairwise(values))[:-1]
         noise = max(fmean(apart), _LEAST_NOISE * (max(values) - min(values)), 1e-12)
         found: list[Jump] = []
-        for place in range(1, len(values)):
+        # Two steps on each side: one alone may be an outlier.
+        for place in range(2, len(values) - 1):
             step = series[place][0]
             if at not in (None, step):
                 continue

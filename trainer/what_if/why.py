@@ -91,10 +91,10 @@ def explain(facts: RunFacts, metric: str | None = None, step: int | None = None)
             )
     found = list(causes(facts))
     jump = _jump(facts, metric)
-    if step is None and jump is not None:
-        step = jump.step if jump.metric in _OF_THE_STEP else jump.step - 1
-    elif step is None and found:
+    if step is None and found and (jump is None or found[0].first <= jump.step):
         step = found[0].first
+    elif step is None and jump is not None:
+        step = jump.step if jump.metric in _OF_THE_STEP else jump.step - 1
     carriers: Json = {"groups": [], "how": ""}
     if step in facts.groups:
         carriers = _carriers(facts, step)
@@ -126,7 +126,7 @@ def _carriers(facts: RunFacts, step: int) -> Json:
     rows: list[Json] = [
         {"id": name, "share": _pull(group) / total, "step": step} for name, group in groups.items()
     ]
-    how = "share of |advantage| × tokens (no audit record)"
+    how = "share of |advantage| × tokens"
     if (facts.directory / AUDIT).is_file():
         try:
             from trainer.what_if.gradients import step_gradient  # torch: slow to import

@@ -132,7 +132,7 @@ def test_a_text_is_read_by_the_tokenizer(model_dir: Path, engine: Engine) -> Non
         ({"sampling_params": {"max_new_tokens": 1}}, "logprob_start_len"),
         ({"sampling_params": {}}, "logprob_start_len"),
         ({"sampling_params": {"max_new_tokens": 0, "n": 2}}, "logprob_start_len"),
-        ({"lora_path": "a"}, "logprob_start_len"),
+        ({"lora_path": "a"}, "lora_path"),
         ({"logprob_start_len": -1}, "sampling_params.max_new_tokens"),
         ({"logprob_start_len": "0"}, "logprob_start_len"),
         ({"input_ids": [5, 999]}, "input_ids"),

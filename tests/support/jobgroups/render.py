@@ -5,6 +5,7 @@ SkyPilot knows no overlays, so what it launches is written out: `overlays/X.yaml
 `rlhf-math-X-jobgroup.yaml`, and a test compares the two. An overlay has, by task, the fields to set
 wherever they are in it; a field without a value is removed, and `envs` is merged. `every task` is
 for all of them. `new task` is the text of one that the base lacks; it comes before the last.
+`without` lists tasks that the group lacks; without the last one, the new task is the primary one.
 """
 
 import re
@@ -35,9 +36,14 @@ def render(overlay: Path) -> str:
     header, *documents = BASE.read_text(encoding="utf-8").rstrip().split(_BETWEEN)
     if "new task" in changes:
         documents.insert(-1, changes["new task"].rstrip())
+    without = changes.get("without", [])
+    documents = [each for each in documents if read_yaml(each)["name"] not in without]
 
     comment, _, _ = text.partition("\nevery task:")
     _, _, fields = header.partition("\nname: rlhf-math\n")
+    if "ppo-trainer" in without:
+        last = read_yaml(documents[-1])["name"]
+        fields = fields.replace("primary_tasks: [ppo-trainer]  ", f"primary_tasks: [{last}]")
     made = f"# `make jobgroups` made this from overlays/{overlay.name}: change that.\n"
     parts = [f"{comment}\n{made}name: rlhf-math-{overlay.stem}\n{fields}"]
     for document in documents:

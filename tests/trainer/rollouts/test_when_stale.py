@@ -378,7 +378,18 @@ def test_a_group_that_does_not_wait_to_be_trained_on_ends_the_run(
             await other.add([trained])
             with pytest.raises(CollectFailed, match="which does not wait to be trained on"):
                 await made.take(FRESH + 1)
-            made.collector._held.add(listed["id"])
+
+        with made.rollouts.collecting(0, 1):
+            made.loop.call(lose())
+
+
+def test_a_group_that_is_handed_out_twice_ends_the_run(base_model: Path, tmp_path: Path) -> None:
+    with simulation(base_model, tmp_path, "train") as made:
+
+        async def lose() -> None:
+            await made.generate(FRESH)
+            assert await made.collector.wait_for_oldest(FRESH, 30.0)
+            made.collector._held = {group.id for group in made.collector._graded()}
             with pytest.raises(CollectFailed, match="handed out before") as error:
                 await made.take(FRESH)
             assert error.value.field == "id"

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from fastapi.testclient import TestClient
 
 from common.errors import ConfigError
 from common.settings.algorithm import AlgorithmSection
@@ -20,7 +21,8 @@ from tests.support.runs.audits import audited
 from tests.support.runs.in_process import metrics, quiet
 from tests.support.runs.recorded_groups import group, record, trained
 from trainer.algorithms.advantages import ADVANTAGES
-from trainer.dashboard.group_index import GroupIndex, Query
+from trainer.dashboard.app import create_dashboard_app
+from trainer.dashboard.run_list import RunList
 from trainer.observe.group_files import read_group
 from trainer.observe.regrades import read_regrades
 from trainer.start.in_process import train_in_process
@@ -112,12 +114,13 @@ def test_a_corrected_answer_turns_verdicts_and_the_dashboard_finds_them(
     assert "right → wrong" in said
     assert "wrong → right" in said
     assert "1 of 1 corrected answers" in said
-    index = GroupIndex(run)
-    total, _, rows = index.search(Query(error="regraded"), limit=10, offset=0)
-    assert total == 1
-    assert (rows[0]["id"], rows[0]["regraded"]["changed"]) == ("group-2", 3)
-    _, _, rows = index.search(Query(), limit=10, offset=0)
+    client = TestClient(create_dashboard_app(RunList([run])))
+    rows = client.get("/dashboard/api/groups?error=regraded").json()["groups"]
+    assert [(row["id"], row["regraded"]["changed"]) for row in rows] == [("group-2", 3)]
+    rows = client.get("/dashboard/api/groups").json()["groups"]
     assert [row["regraded"] is None for row in rows] == [False, True]
+    answers = client.get("/dashboard/api/groups/group-2").json()["completions"]
+    assert [answer["regraded"]["correct"] for answer in answers] == [False, False, True, False]
 
     gold.write_text(json.dumps({"id": "unknown", "answer": "6"}) + "\n")
     with pytest.raises(ConfigError) as caught:

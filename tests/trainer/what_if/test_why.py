@@ -7,12 +7,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+from fastapi.testclient import TestClient
 
 from checks.causes import CAUSES, named
 from common.errors import ConfigError
 from tests.support.runs.audits import audited
 from tests.support.runs.in_process import quiet
 from tests.support.runs.recorded_groups import group, record, trained
+from trainer.dashboard.app import create_dashboard_app
+from trainer.dashboard.run_list import RunList
 from trainer.start.in_process import train_in_process
 from trainer.what_if.causes import causes
 from trainer.what_if.gradients import step_gradient
@@ -123,6 +126,15 @@ def test_the_jump_is_found_and_its_step_is_shown(
     answer = json.loads((tmp_path / "why.json").read_text())
     assert answer["step"] == 7, "the update before it made the longer answers"
     assert sum(row["share"] for row in answer["groups"]) == pytest.approx(1.0)
+
+
+def test_the_dashboard_has_the_answer_once_somebody_asked(tmp_path: Path) -> None:
+    written(tmp_path, truncated=lambda step: 0.6 if step >= 5 else 0.0)
+    client = TestClient(create_dashboard_app(RunList([tmp_path])))
+    assert client.get("/dashboard/api/why").status_code == 404
+    main([str(tmp_path)])
+    answer = client.get("/dashboard/api/why").json()
+    assert [cause["name"] for cause in answer["causes"]] == ["cut"]
 
 
 @pytest.mark.parametrize("words", [["--metric", "nothing"], ["--step", "99"]])

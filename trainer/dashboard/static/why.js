@@ -8,7 +8,7 @@ export function showWhy(element, answer, open) {
     const said = "Nobody has asked yet. With the run's directory: ";
     return fill(element, el("p", { class: "missing" }, said, el("code", {}, "rlhf why RUN_DIR")));
   }
-  const link = ([step, id]) => el("button", { type: "button", onclick: () => open(step, id) }, `step ${step}: ${id}`);
+  const link = ([step, id], label = `step ${step}: ${id}`) => el("button", { type: "button", onclick: () => open(step, id) }, label);
   const causes = answer.causes.map((cause, i) =>
     el(
       "section",
@@ -16,7 +16,7 @@ export function showWhy(element, answer, open) {
       el("h2", {}, `${i === 0 ? "Likely cause" : "Also"}: ${cause.name}`),
       el("p", {}, cause.what),
       el("p", {}, `Remedy: ${cause.remedy}`),
-      cause.groups.length > 0 && el("p", {}, cause.groups.map(link)),
+      cause.groups.length > 0 && el("p", {}, cause.groups.map((place) => link(place))),
     ),
   );
   const cells = (row) => [percent(row.share), text(row.norm), text(row.without), row.rewards.map((reward) => text(reward)).join(" ")];
@@ -25,9 +25,9 @@ export function showWhy(element, answer, open) {
     "table",
     {},
     el("thead", {}, el("tr", {}, heads.map((head) => el("th", { scope: "col" }, head)))),
-    el("tbody", {}, answer.groups.map((row) => el("tr", {}, el("th", { scope: "row" }, row.prompt, " ", link([row.step, row.id])), cells(row).map((cell) => el("td", {}, cell))))),
+    el("tbody", {}, answer.groups.map((row) => el("tr", {}, el("th", { scope: "row" }, row.prompt, " ", link([row.step, row.id], "Open")), cells(row).map((cell) => el("td", {}, cell))))),
   );
   const carriers = el("section", { class: "panel settings" }, el("h2", {}, `Step ${answer.step}: what carries its update`), el("p", {}, answer.how), table, el("ul", {}, (answer.traits ?? []).map((trait) => el("li", {}, trait))));
-  const changes = el("ul", {}, answer.changes.map((change) => el("li", {}, `Settings changed at ${change}`)));
+  const changes = answer.changes.map((change) => el("p", {}, `Settings changed at ${change}`));
   fill(element, el("p", { class: "verdict warn" }, answer.jump ?? "No number jumps by more than chance."), causes, changes, answer.groups.length > 0 && carriers);
 }

@@ -1,0 +1,533 @@
+"""The server over HTTP, with stand-ins for its models: what is accepted, once, and by whom."""
+
+import asyncio
+import os
+import random
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+
+from tests.support.tinker.stand_ins import BASE, CountingLearner, EchoEngine, make_server
+from trainer.tinker import server as server_module
+from trainer.tinker import state as state_module
+from trainer.tinker import training
+from trainer.tinker.app import create_tinker_app
+from trainer.tinker.clients import Clients
+from trainer.tinker.protobuf import as_bytes, bytes_field, fields, varint_field
+
+_KILLS = int(os.environ.get("TINKER_KILLS", "6"))
+_KEYS = {"TINKER_KEYS": "ann=tml-ann-0123456789,bob=tml-bob-0123456789"}
+
+
+class Client:
+    """A client that sends what the SDK sends."""
+
+    def __init__(self, http: httpx.AsyncClient) -> None:
+        self.http = http
+        self.session = ""
+
+    async def post(self, call: str, **body: Any) -> dict[str, Any]:
+        response = await self.http.post(f"/api/v1/{call}", json=body)
+        assert response.is_success, response.text
+        found: dict[str, Any] = response.json()
+        return found
+
+    async def run(self, number: int = 0, **lora: Any) -> str:
+        if not self.session:
+            self.session = (await self.post("create_session", tags=[]))["session_id"]
+        config = {"rank": 4, "seed": 3, **lora}
+        made = await self.post(
+            "create_model",
+            session_id=self.session,
+            model_seq_id=number,
+            base_model=BASE,
+            lora_config=config,
+        )
+        answer = await self.result(made["request_id"])
+        return str(answer.json()["model_id"])
+
+    async def passes(self, run: str, seq: int, token: int = 5, loss: str = "cross_entropy") -> str:
+        tokens = np.array([token], "<i4").tobytes()
+        chunk = bytes_field(1, bytes_field(1, bytes_field(1, tokens)))
+        body = bytes_field(1, run.encode()) + varint_field(2, seq)
+        body += bytes_field(3, chunk) + bytes_field(4, loss.encode())
+        response = await self.http.post(
+            "/api/v1/forward_backward",
+            content=body,
+            headers={"content-type": "application/x-protobuf"},
+        )
+        assert response.status_code == 200, response.text
+        return str(response.json()["request_id"])
+
+    async def step(self, run: str, seq: int) -> str:
+        adam = {"learning_rate": 0.5}
+        made = await self.post("optim_step", model_id=run, seq_id=seq, adam_params=adam)
+        return str(made["request_id"])
+
+    async def result(self, request_id: str) -> httpx.Response:
+        return await self.http.post("/api/v1/retrieve_future", json={"request_id": request_id})
+
+
+@asynccontextmanager
+async def _serving(
+    directory: Path, learner: CountingLearner, engine: EchoEngine, **options: Any
+) -> AsyncIterator[Client]:
+    env = options.pop("env", {})
+    key = options.pop("key", "")
+    server = make_server(directory, learner, engine, **options)
+    app = create_tinker_app(server, Clients(env), BASE, server.running)
+    headers = {"x-api-key": key} if key else {}
+    async with (
+        app.router.lifespan_context(app),
+        httpx.AsyncClient(
+            transport=httpx.ASGITransport(app), base_url="http://127.0.0.1", headers=headers
+        ) as http,
+    ):
+        yield Client(http)
+
+
+def _loss(response: httpx.Response) -> float:
+    metric = as_bytes(next(value for number, value in fields(response.content) if number == 3))
+    entry = dict(fields(metric))
+    value = dict(fields(as_bytes(bytes_field(2, b"") + metric)))[2]
+    assert entry[1] == b"loss:sum"
+    assert isinstance(value, float)
+    return value
+
+
+async def test_operations_are_applied_in_the_order_of_their_numbers(tmp_path: Path) -> None:
+    learner = CountingLearner()
+    async with _serving(tmp_path, learner, EchoEngine()) as client:
+        run = await client.run()
+        later = await client.step(run, 2)
+        waiting = asyncio.create_task(client.result(later))
+        await asyncio.sleep(0.05)
+        assert not waiting.done()
+        first = await client.passes(run, 1)
+        assert (await waiting).json()["metrics"] == {"weight:mean": 3 - 0.5 * 5}
+        assert _loss(await client.result(first)) == 15
+        assert (await client.result(first)).headers["content-type"] == "application/x-protobuf"
+
+
+async def test_what_is_sent_again_is_the_same_operation(tmp_path: Path) -> None:
+    learner = CountingLearner()
+    async with _serving(tmp_path, learner, EchoEngine()) as client:
+        run = await client.run()
+        assert await client.run() == run
+        ids = {await client.passes(run, 1) for _ in range(3)}
+        step = await client.step(run, 2)
+        await client.result(step)
+        assert await client.step(run, 2) == step
+        other = await client.http.post(
+            "/api/v1/optim_step",
+            json={"model_id": run, "seq_id": 2, "adam_params": {"learning_rate": 0.25}},
+        )
+        assert (other.status_code, other.json()["error"]["field"]) == (422, "seq_id")
+    assert len(ids) == 1
+    assert [call for call, _ in learner.calls] == ["create", "forward", "optim_step"]
+
+
+@pytest.mark.parametrize("snapshot_s", [0.0, 1e9])
+async def test_a_killed_server_continues_where_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, snapshot_s: float
+) -> None:
+    """Each of its processes is killed after it has accepted two operations, which it may or may not
+    have applied.
+    """
+    monkeypatch.setattr(training, "SNAPSHOT_S", snapshot_s)
+
+    async def play(directory: Path, kills: bool) -> list[bytes]:
+        engine = EchoEngine()
+        results: dict[str, bytes] = {}
+        run = ""
+        client = None
+        chance = random.Random(1)
+        for step in range(_KILLS):
+            # Results are fetched from another process than the one that accepted.
+            server = make_server(directory, CountingLearner(), engine)
+            app = create_tinker_app(server, Clients({}), BASE, server.running)
+            context = server.running()
+            await context.__aenter__()
+            http = httpx.AsyncClient(
+                transport=httpx.ASGITransport(app), base_url="http://127.0.0.1"
+            )
+            session = client.session if client else ""
+            client = Client(http)
+            client.session = session
+            run = run or await client.run()
+            accepted = [
+                await client.passes(run, 2 * step + 1, token=step + 2),
+                await client.step(run, 2 * step + 2),
+            ]
+            if kills:
+                await _kill(server, after=chance.randrange(12))
+                server = make_server(directory, CountingLearner(), engine)
+                app = create_tinker_app(server, Clients({}), BASE, server.running)
+                context = server.running()
+                await context.__aenter__()
+                client.http = httpx.AsyncClient(
+                    transport=httpx.ASGITransport(app), base_url="http://127.0.0.1"
+                )
+            for request_id in accepted:
+                answer = await client.result(request_id)
+                assert answer.status_code == 200, answer.text
+                results[request_id.partition(":")[2]] = answer.content
+            await context.__aexit__(None, None, None)
+        return list(results.values())
+
+    assert await play(tmp_path / "killed", kills=True) == await play(tmp_path / "whole", False)
+
+
+async def _kill(server: Any, after: int) -> None:
+    """Ends a server after some switches of its tasks, without a word: nothing is written any
+    more.
+    """
+    for _ in range(after):
+        await asyncio.sleep(0.001)
+    journal = server._journal
+    writing = journal._writing
+    journal._due.clear()
+    for task in asyncio.all_tasks() - {asyncio.current_task()}:
+        task.cancel()
+    await asyncio.sleep(0)
+    if writing is not None:
+        await asyncio.gather(writing, return_exceptions=True)
+    await journal._thread.close()
+    server._store.close()
+
+
+async def test_an_operation_that_breaks_leaves_the_run_as_it_was(tmp_path: Path) -> None:
+    learner = CountingLearner()
+    async with _serving(tmp_path, learner, EchoEngine()) as client:
+        run = await client.run()
+        await client.result(await client.passes(run, 1))
+        learner.breaks_at = "forward_backward"
+        broken = (await client.result(await client.passes(run, 2))).json()
+        assert broken["category"] == "server"
+        stepped = (await client.result(await client.step(run, 3))).json()
+        assert stepped["metrics"] == {"weight:mean": 3 - 0.5 * 5}
+        refused = (await client.result(await client.passes(run, 4, loss="stable_reinforce"))).json()
+        assert refused["category"] == "user"
+        assert "loss_fn" in refused["error"]
+
+
+async def test_what_cannot_be_repeated_is_told(tmp_path: Path) -> None:
+    learner = CountingLearner()
+    engine = EchoEngine()
+    async with _serving(tmp_path, learner, engine) as client:
+        run = await client.run()
+        await client.result(await client.passes(run, 1))
+    again = CountingLearner()
+    again.noise = 1e-9
+    async with _serving(tmp_path, again, engine) as client:
+        failed = (await client.result(await client.step(run, 2))).json()
+        assert failed["category"] == "server"
+        assert f"{run}:op:1" in failed["error"]
+
+
+async def test_idle_runs_give_way_and_come_back(tmp_path: Path) -> None:
+    learner = CountingLearner()
+    async with _serving(tmp_path, learner, EchoEngine(), resident=2) as client:
+        runs = [await client.run(number, seed=number + 1) for number in range(4)]
+        for run in runs:
+            await client.passes(run, 1)
+        answers = [await client.result(await client.step(run, 2)) for run in runs]
+        assert [answer.json()["metrics"]["weight:mean"] for answer in answers] == [
+            seed - 0.5 * 5 for seed in (1, 2, 3, 4)
+        ]
+        assert len(learner.runs) == 2
+
+
+async def test_saved_weights_load_list_expire_and_go(tmp_path: Path) -> None:
+    engine = EchoEngine()
+    async with _serving(tmp_path, CountingLearner(), engine) as client:
+        run = await client.run()
+        await client.passes(run, 1)
+        saved = await client.post("save_weights", model_id=run, seq_id=2, path="one")
+        path = (await client.result(saved["request_id"])).json()["path"]
+        assert path == f"tinker://{run}/weights/one"
+        await client.step(run, 3)
+        taken = await client.post("save_weights", model_id=run, seq_id=4, path="one")
+        assert (await client.result(taken["request_id"])).json()["category"] == "user"
+        made = await client.post(
+            "load_weights",
+            session_id=client.session,
+            model_seq_id=7,
+            path=path,
+            optimizer=True,
+        )
+        copy = (await client.result(made["request_id"])).json()["model_id"]
+        first, second = [
+            (await client.result(await client.step(name, seq))).json()["metrics"]
+            for name, seq in ((copy, 1), (run, 5))
+        ]
+        assert first == second
+
+        listed = (await client.http.get(f"/api/v1/training_runs/{run}/checkpoints")).json()
+        assert [each["checkpoint_id"] for each in listed["checkpoints"]] == ["weights/one"]
+        info = await client.post("weights_info", tinker_path=path)
+        assert info["lora_rank"] == 4
+        gone = await client.http.delete(f"/api/v1/training_runs/{run}/checkpoints/weights/one")
+        assert gone.status_code == 204
+        assert (
+            await client.http.post("/api/v1/weights_info", json={"tinker_path": path})
+        ).status_code == 404
+        assert not list((tmp_path / "runs").glob("*/weights-2"))
+
+
+async def test_downloads_need_their_link_and_no_key(tmp_path: Path) -> None:
+    ann = _KEYS["TINKER_KEYS"].split("=")[1].split(",")[0]
+    options = {"env": _KEYS, "key": ann}
+    async with _serving(tmp_path, CountingLearner(), EchoEngine(), **options) as client:
+        run = await client.run()
+        saved = await client.post("save_weights_external", model_id=run, seq_id=1, path="out")
+        await client.result(saved["request_id"])
+        listed = await client.http.get(
+            f"/api/v1/training_runs/{run}/checkpoints/external_weights/out/external_weights_urls"
+        )
+        url = listed.json()["urls"]["adapter_model.safetensors"]
+        del client.http.headers["x-api-key"]
+        assert (await client.http.get(url)).content == np.array([3.0, 0.0]).tobytes()
+        for wrong in (url[:-1] + "!", url.replace("expires=1", "expires=9")):
+            assert (await client.http.get(wrong)).status_code == 401
+
+
+async def test_samples_are_of_the_weights_that_were_saved(tmp_path: Path) -> None:
+    engine = EchoEngine()
+    async with _serving(tmp_path, CountingLearner(), engine) as client:
+        run = await client.run()
+        for number in range(4):
+            saved = await client.post(
+                "save_weights_for_sampler",
+                model_id=run,
+                seq_id=3 * number + 1,
+                sampling_session_seq_id=number,
+            )
+            made = (await client.result(saved["request_id"])).json()
+            assert made["sampling_session_id"] == f"{client.session}:sample:{number}"
+            await client.passes(run, 3 * number + 2)
+            await client.step(run, 3 * number + 3)
+        answers = [await _sampled(client, number, seq=0) for number in (3, 0, 0, 1)]
+        weights = [_logprobs(answer)[0] for answer in answers]
+        assert weights == [3 - 3 * 2.5, 3, 3, 0.5]
+        assert len({answer.headers["x-sampled-from"] for answer in answers}) == 3
+        # The engine keeps two of those that no request uses.
+        assert len(engine.adapters) == 2
+
+        # A restarted engine has none of them.
+        engine.adapters.clear()
+        assert _logprobs(await _sampled(client, 1, seq=1))[0] == 0.5
+
+        file = next((tmp_path / "runs").glob("*/sampler_weights-4/adapter_model.safetensors"))
+        file.write_bytes(b"0" * 16)
+        engine.adapters.clear()
+        failed = (await _sampled(client, 1, seq=2)).json()
+        assert failed["category"] == "server"
+        assert "checksum" in failed["error"]
+
+
+async def _sampled(client: Client, sampler: int, seq: int, **more: Any) -> httpx.Response:
+    made = await client.post(
+        "asample",
+        sampling_session_id=f"{client.session}:sample:{sampler}",
+        seq_id=seq,
+        prompt={"chunks": [{"tokens": [1, 2], "type": "encoded_text"}]},
+        sampling_params={"max_tokens": 4, **more.pop("params", {})},
+        num_samples=2,
+        prompt_logprobs=True,
+        **more,
+    )
+    assert len(made["sample_sequence_ids"]) == 2
+    return await client.result(made["request_id"])
+
+
+def _logprobs(response: httpx.Response) -> list[float]:
+    sequence = dict(fields(as_bytes(dict(fields(response.content))[1])))
+    found: list[float] = np.frombuffer(as_bytes(sequence[3]), "<f4").tolist()
+    return found
+
+
+async def test_one_question_tells_what_a_sampler_has_finished(tmp_path: Path) -> None:
+    engine = EchoEngine()
+    async with _serving(tmp_path, CountingLearner(), engine) as client:
+        client.session = (await client.post("create_session", tags=[]))["session_id"]
+        made = await client.post(
+            "create_sampling_session",
+            session_id=client.session,
+            sampling_session_seq_id=0,
+            base_model=BASE,
+        )
+        sampler = made["sampling_session_id"]
+        answers = [await _sampled(client, 0, seq=seq) for seq in (0, 1, 0)]
+        assert answers[0].content == answers[2].content != answers[1].content
+        target = {"sampling_session_id": sampler}
+        news = await client.post("retrieve_futures", target=target)
+        ids = [each["request_id"] for each in news["completions"]]
+        assert sorted(ids) == [f"{sampler}:op:0", f"{sampler}:op:1"]
+        assert await client.post("join_sampling_session", sampling_session_id=sampler) == {
+            "type": "join_sampling_session",
+            "client_counter": 1,
+        }
+        rest = await client.post(
+            "retrieve_futures",
+            target=target,
+            prev_cursor=news["cursor"],
+            timeout=0,
+            retrieved_request_ids=ids,
+        )
+        assert rest["completions"] == []
+        assert (await client.result(ids[0])).status_code == 404
+
+
+async def test_clients_see_only_what_is_theirs(tmp_path: Path) -> None:
+    ann, bob = (entry.split("=")[1] for entry in _KEYS["TINKER_KEYS"].split(","))
+    engine = EchoEngine()
+    async with _serving(
+        tmp_path, CountingLearner(), engine, env=_KEYS, key=ann, most_runs=1
+    ) as one:
+        run = await one.run()
+        over = await one.http.post(
+            "/api/v1/create_model",
+            json={
+                "session_id": one.session,
+                "model_seq_id": 1,
+                "base_model": BASE,
+                "lora_config": {"rank": 1},
+            },
+        )
+        assert over.status_code == 413
+        one.http.headers["x-api-key"] = bob
+        for call in ("get_info", "optim_step"):
+            body = {"model_id": run, "seq_id": 1, "adam_params": {}}
+            if call == "get_info":
+                body = {"model_id": run}
+            assert (await one.http.post(f"/api/v1/{call}", json=body)).status_code == 404
+        assert (await one.result(f"{run}:op:0")).status_code == 404
+        assert (await one.http.get("/api/v1/training_runs")).json()["training_runs"] == []
+        for wrong in ("", "tml-nobody-0123456789"):
+            one.http.headers["x-api-key"] = wrong
+            assert (await one.http.get("/api/v1/healthz")).status_code == 401
+        one.http.headers["x-api-key"] = ann
+        await one.http.delete(f"/api/v1/training_runs/{run}")
+        assert await one.run(1) != run
+
+
+@pytest.mark.parametrize(
+    ("call", "body", "field"),
+    [
+        ("copy_weights", {}, "path"),
+        ("create_custom_loss", {}, "path"),
+        ("create_model", {"base_model": BASE}, "lora_config"),
+        ("asample", {"topk_sample_logprobs": 3}, "topk_sample_logprobs"),
+        ("asample", {"record_stability_info": True}, "record_stability_info"),
+        ("save_weights_for_sampler", {"kind": "inflight"}, "kind"),
+        (
+            "save_weights_external",
+            {"age_encryption_recipients": ["age1x"]},
+            "age_encryption_recipients",
+        ),
+    ],
+)
+async def test_what_is_not_served_is_refused_by_name(
+    tmp_path: Path, call: str, body: dict[str, Any], field: str
+) -> None:
+    whole: dict[str, dict[str, Any]] = {
+        "create_model": {"session_id": "s", "model_seq_id": 0},
+        "asample": {
+            "prompt": {"chunks": []},
+            "sampling_params": {},
+            "sampling_session_id": "s",
+            "seq_id": 0,
+        },
+        "save_weights_for_sampler": {"model_id": "m", "seq_id": 1},
+        "save_weights_external": {"model_id": "m", "seq_id": 1, "path": "p"},
+    }
+    async with _serving(tmp_path, CountingLearner(), EchoEngine()) as client:
+        answer = await client.http.post(f"/api/v1/{call}", json={**whole.get(call, {}), **body})
+        assert answer.status_code in (404, 422)
+        error = answer.json()["error"]
+        assert error["field"] == field
+        assert error["remedy"].startswith("use ")
+
+
+async def test_queues_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_module, "MAX_WAITING", 3)
+    async with _serving(tmp_path, CountingLearner(), EchoEngine()) as client:
+        run = await client.run()
+        for seq in (2, 3, 4):  # 1 never comes
+            await client.step(run, seq)
+        body = {"model_id": run, "seq_id": 5, "adam_params": {}}
+        assert (await client.http.post("/api/v1/optim_step", json=body)).status_code == 429
+
+
+async def test_a_finished_session_takes_nothing_more(tmp_path: Path) -> None:
+    async with _serving(tmp_path, CountingLearner(), EchoEngine()) as client:
+        run = await client.run()
+        body = {"session_id": client.session}
+        await client.post("session_heartbeat", **body)
+        url = f"/api/v1/sessions/{client.session}/finish"
+        assert (await client.http.post(url, json={"detail": None})).status_code == 204
+        assert (await client.http.post("/api/v1/session_heartbeat", json=body)).status_code == 410
+        # Its runs stay, for whoever continues them.
+        assert (await client.post("get_info", model_id=run))["model_id"] == run
+        found = (await client.http.get(f"/api/v1/sessions/{client.session}")).json()
+        assert found["training_run_ids"] == [run]
+
+
+async def test_a_sample_in_work_survives_the_end_of_a_server_but_not_its_client(
+    tmp_path: Path,
+) -> None:
+    engine = EchoEngine()
+    engine.hangs = True
+    ids = []
+    async with _serving(tmp_path, CountingLearner(), engine) as client:
+        session = (await client.post("create_session", tags=[]))["session_id"]
+        await client.post(
+            "create_sampling_session",
+            session_id=session,
+            sampling_session_seq_id=0,
+            base_model=BASE,
+        )
+        for seq in range(2):
+            made = await client.post(
+                "asample",
+                sampling_session_id=f"{session}:sample:0",
+                seq_id=seq,
+                prompt={"chunks": [{"tokens": [1]}]},
+                sampling_params={"max_tokens": 4},
+            )
+            ids.append(made["request_id"])
+        await asyncio.sleep(0.05)
+        cancelled = await client.http.post("/api/v1/cancel_future", json={"request_id": ids[1]})
+        assert cancelled.status_code == 204
+        assert (await client.result(ids[1])).json()["category"] == "user"
+    engine.hangs = False
+    async with _serving(tmp_path, CountingLearner(), engine) as client:
+        answer = await client.result(ids[0])
+        assert answer.headers["content-type"] == "application/x-protobuf"
+
+
+async def test_only_the_newest_unnamed_weights_are_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(state_module, "KEPT_UNNAMED", 2)
+    async with _serving(tmp_path, CountingLearner(), EchoEngine()) as client:
+        run = await client.run()
+        for number in range(4):
+            saved = await client.post(
+                "save_weights_for_sampler",
+                model_id=run,
+                seq_id=number + 1,
+                sampling_session_seq_id=number,
+                **({"path": "named"} if number == 0 else {}),
+            )
+            await client.result(saved["request_id"])
+        found = (await client.http.get(f"/api/v1/sessions/{client.session}")).json()
+        assert {name[-1] for name in found["sampler_ids"]} == {"0", "2", "3"}
+        folders = await asyncio.to_thread(list, tmp_path.glob("runs/*/sampler_weights-*"))  # noqa: ASYNC240
+        assert len(folders) == 3

@@ -1,0 +1,99 @@
+"""What the server remembers besides operations, as one JSON document each."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass
+class Session:
+    """A client's process, which owns runs and samplers."""
+
+    id: str
+    owner: str
+    """Name of the client whose key it has."""
+    about: dict[str, Any]
+    """What the client says of it."""
+    finished: bool = False
+
+
+@dataclass
+class Run:
+    """A LoRA adapter that is trained."""
+
+    id: str
+    session: str
+    owner: str
+    rank: int
+    seed: int
+    train_mlp: bool
+    train_attn: bool
+    train_unembed: bool
+    created: float
+    used: float
+    about: dict[str, Any] | None = None
+    snapshot: int = -1
+    """Number of the operation after which its state was saved; -1: none was."""
+
+
+@dataclass
+class Sampler:
+    """A sampling session: the weights that answer its requests never change."""
+
+    id: str
+    session: str
+    owner: str
+    path: str | None
+    """A checkpoint; None: the base model."""
+    clones: int = 0
+    """Copies of its client that were given a number."""
+
+
+@dataclass
+class Checkpoint:
+    """Files of a run under a `tinker://` path."""
+
+    path: str
+    run: str
+    kind: str
+    """`weights`, `sampler_weights` or `external_weights`."""
+    name: str
+    folder: str
+    """Below the run's folder. It is new for each checkpoint, also when a name is used again."""
+    created: float
+    size: int
+    checksum: str = ""
+    """Of an adapter for engines."""
+    expires: float | None = None
+    about: dict[str, str] | None = None
+    unnamed: bool = False
+    """For one sampler; the newest of a run are kept."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """How an operation ended."""
+
+    ok: bool
+    content: bytes
+    """Its answer; of one that failed, JSON with the error."""
+    is_json: bool
+    finished: int = 0
+    """Counts the results of the server, for clients that ask what is new."""
+    weights: str = ""
+    """Path and checksum of the weights that sampled."""
+
+
+@dataclass(frozen=True)
+class Operation:
+    """A request that was accepted. `line` is the run or the sampler whose operations are counted by
+    `seq`.
+    """
+
+    line: str
+    seq: int
+    kind: str
+    body: bytes = field(repr=False)
+
+    @property
+    def request_id(self) -> str:
+        return f"{self.line}:op:{self.seq}"

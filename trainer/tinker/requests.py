@@ -1,0 +1,282 @@
+"""Tinker's requests in JSON. A field that is not among them is refused by its name: it would change
+what the request means.
+"""
+
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from common.errors import InvalidInput
+from common.wire.codec import parse_json
+
+Metadata = dict[str, Any]
+_B = TypeVar("_B", bound="Body")
+_Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$")]
+_Ttl = Annotated[int, Field(ge=3600, le=10 * 366 * 86400)]
+
+
+class Body(BaseModel):
+    """A request."""
+
+    model_config = ConfigDict(extra="forbid", protected_namespaces=())
+    type: str = ""
+
+
+class CreateSession(Body):
+    """Begins a session."""
+
+    tags: list[str] = []
+    user_metadata: Metadata | None = None
+    sdk_version: str = ""
+    project_id: str | None = None
+    display_name: str | None = None
+
+
+class SessionBody(Body):
+    """A call about a session."""
+
+    session_id: str
+
+
+class LoraConfig(BaseModel):
+    """The adapter of a run."""
+
+    model_config = ConfigDict(extra="forbid")
+    rank: Annotated[int, Field(ge=1, le=1024)]
+    seed: Annotated[int, Field(ge=0, lt=2**63)] | None = None
+    train_unembed: bool = True
+    train_mlp: bool = True
+    train_attn: bool = True
+
+
+class OptimizerConfig(BaseModel):
+    """The optimiser of a run."""
+
+    model_config = ConfigDict(extra="allow")
+    type: Literal["adamw"] = "adamw"
+
+
+class CreateModel(Body):
+    """Begins a run."""
+
+    session_id: str
+    model_seq_id: Annotated[int, Field(ge=0)]
+    base_model: str
+    user_metadata: Metadata | None = None
+    lora_config: LoraConfig
+    """Without it all of the model would be trained."""
+    optimizer_config: OptimizerConfig = OptimizerConfig()
+
+
+class RunBody(Body):
+    """A call about a run."""
+
+    model_id: str
+
+
+class AdamBody(BaseModel):
+    """The parameters of a step."""
+
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
+    learning_rate: Annotated[float, Field(ge=0)] = 1e-4
+    beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    beta2: Annotated[float, Field(ge=0, lt=1)] = 0.95
+    eps: Annotated[float, Field(ge=0)] = 1e-12
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    grad_clip_norm: Annotated[float, Field(ge=0)] = 0.0
+
+
+class Numbered(RunBody):
+    """An operation of a run."""
+
+    seq_id: Annotated[int, Field(ge=1)]
+
+
+class OptimStep(Numbered):
+    """Applies gradients."""
+
+    adam_params: AdamBody
+
+
+class SaveWeights(Numbered):
+    """Saves weights for training."""
+
+    path: _Name | None = None
+    ttl_seconds: _Ttl | None = None
+    overwrite: bool = False
+    user_metadata: dict[str, str] | None = None
+
+
+class SaveForSampler(Numbered):
+    """Saves weights for sampling."""
+
+    path: _Name | None = None
+    sampling_session_seq_id: Annotated[int, Field(ge=0)] | None = None
+    kind: Literal["snapshot"] = "snapshot"
+    """`inflight`, which changes under its requests, is not served."""
+    ttl_seconds: _Ttl | None = None
+    user_metadata: dict[str, str] | None = None
+
+
+class SaveExternal(Numbered):
+    """Saves weights for a download."""
+
+    path: _Name
+    ttl_seconds: _Ttl | None = None
+    age_encryption_recipients: Annotated[list[str], Field(max_length=0)] | None = None
+    """Files are not encrypted: they do not leave the server but to their owner."""
+
+
+class LoadWeights(Body):
+    """Loads weights, into a run or as a new one."""
+
+    model_id: str | None = None
+    seq_id: Annotated[int, Field(ge=1)] | None = None
+    session_id: str | None = None
+    model_seq_id: Annotated[int, Field(ge=0)] | None = None
+    base_model: str | None = None
+    user_metadata: Metadata | None = None
+    path: str
+    optimizer: bool
+    optimizer_config: OptimizerConfig | None = None
+    weights_access_token: None = None
+    """Of another account, of which there is none."""
+
+
+class CreateSampler(SessionBody):
+    """Begins to sample."""
+
+    sampling_session_seq_id: Annotated[int, Field(ge=0)]
+    base_model: str | None = None
+    model_path: str | None = None
+
+
+class JoinSampler(Body):
+    """A copy of a sampling client begins."""
+
+    sampling_session_id: str
+
+
+class Chunk(BaseModel):
+    """Tokens of a prompt."""
+
+    model_config = ConfigDict(extra="forbid")
+    tokens: list[int]
+    type: Literal["encoded_text"] = "encoded_text"
+
+
+class Prompt(BaseModel):
+    """A prompt of text."""
+
+    model_config = ConfigDict(extra="forbid")
+    chunks: list[Chunk]
+
+
+class SamplingParams(BaseModel):
+    """How to sample."""
+
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    seed: int | None = None
+    stop: str | list[str] | list[int] | None = None
+    """None: at the model's end of text; an empty list: at nothing; others: at these and the end."""
+    temperature: Annotated[float, Field(ge=0)] = 1.0
+    top_k: Annotated[int, Field(ge=-1)] = -1
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+
+
+class Sample(Body):
+    """Samples completions of a prompt."""
+
+    num_samples: Annotated[int, Field(ge=1, le=1024)] = 1
+    prompt: Prompt
+    sampling_params: SamplingParams
+    sampling_session_id: str
+    seq_id: Annotated[int, Field(ge=0)]
+    base_model: None = None
+    model_path: None = None
+    """The sampling session has them."""
+    prompt_logprobs: bool | None = None
+    prompt_logprobs_last_n: Annotated[int, Field(ge=1)] | None = None
+    topk_prompt_logprobs: Annotated[int, Field(le=0)] = 0
+    topk_sample_logprobs: Annotated[int, Field(le=0)] = 0
+    target_prompt_logprobs: None = None
+    prompt_alt_tokens_k: Annotated[int, Field(le=0)] = 0
+    record_stability_info: Literal[False] | None = None
+
+    @property
+    def tokens(self) -> list[int]:
+        return [token for chunk in self.prompt.chunks for token in chunk.tokens]
+
+
+class Retrieve(Body):
+    """Asks for a result."""
+
+    request_id: str
+    allow_metadata_only: bool = False
+
+
+class Target(BaseModel):
+    """The requests of one client of a sampler."""
+
+    type: str = "sampling_session"
+    sampling_session_id: str
+    cloned_sampler_id: Annotated[int, Field(ge=0)] = 0
+
+
+class RetrieveMany(Body):
+    """Asks what is finished."""
+
+    target: Target
+    prev_cursor: Annotated[int, Field(ge=0)] = 0
+    timeout: Annotated[float, Field(ge=0)] | None = None
+    retrieved_request_ids: Annotated[list[str], Field(max_length=100_000)] = []
+
+
+class TinkerPath(Body):
+    """A call about saved weights."""
+
+    tinker_path: str
+
+
+class Ttl(Body):
+    """Changes when weights expire."""
+
+    ttl_seconds: _Ttl | None = None
+
+
+_INSTEAD = {
+    "optimizer_params": "adam_params: AdamW is the optimiser",
+    "optimizer_config.type": "adamw",
+    "kind": "snapshot: take a new sampling client after an update",
+    "topk_prompt_logprobs": "prompt_logprobs",
+    "topk_sample_logprobs": "the log-probabilities of the sampled tokens, which every answer has",
+    "target_prompt_logprobs": "prompt_logprobs, of a prompt with the tokens",
+    "prompt_alt_tokens_k": "num_samples, of the prompt up to the position",
+    "record_stability_info": "loss_fn importance_sampling, ppo, cispo or gspo, which need none",
+    "age_encryption_recipients": "files over a server with TLS_CERT and TLS_KEY, or encrypt them "
+    "after the download",
+    "weights_access_token": "the key of the client that saved the weights",
+    "model_path": "create_sampling_session",
+    "base_model": "create_sampling_session",
+    "lora_config": "LoRA: rlhf train and rlhf sft train all of a model",
+    "sampling_session_id": "create_sampling_session",
+}
+"""What serves in the place of what is refused, by field."""
+
+
+def parse(kind: type[_B], content: bytes) -> _B:
+    """Returns a request. Raises InvalidInput, which says what serves instead of what does not."""
+    try:
+        return kind.model_validate(parse_json(content))
+    except ValidationError as error:
+        first = error.errors()[0]
+        path = [str(part) for part in first["loc"]]
+        field = ".".join(path[:2])
+        served = _INSTEAD.get(field) or _INSTEAD.get(path[0] if path else "")
+        raise InvalidInput(
+            f"this server does not serve this: {first['msg']}" if served else first["msg"],
+            field=field or "body",
+            value=first.get("input"),
+            remedy=f"use {served}" if served else "send what the SDK `tinker` 0.38 sends",
+        ) from None

@@ -1,0 +1,163 @@
+"""Composes the server: the learner on every rank, and on rank 0 engines, store and HTTP."""
+
+import json
+import logging
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+
+import httpx
+from fastapi import FastAPI
+from transformers import AutoModelForCausalLM
+
+from common.clients.rollout import BASE_VERSION, RolloutClient
+from common.errors import ConfigError
+from common.process.metrics import Metrics
+from common.process.security import is_loopback
+from common.process.topology import ROLLOUT, TINKER, Topology
+from common.settings.config import Config
+from learning.device import choose_device
+from learning.loading import Pretrained
+from learning.ranks import Ranks
+from services.engine.app import make_app
+from services.engine.engine import Engine
+from services.engine.model import Model
+from services.http.app import serve
+from services.rollout.engine_client import TINKER_ADAPTERS, EngineClient
+from trainer.policy.scorer import context_length
+from trainer.start.rank import started
+from trainer.tinker.app import create_tinker_app
+from trainer.tinker.clients import Clients
+from trainer.tinker.engines import GroupEngines, add_nodes
+from trainer.tinker.interface import Learner
+from trainer.tinker.learner import RunLearner
+from trainer.tinker.sampling import Adapters
+from trainer.tinker.server import TinkerServer
+
+log = logging.getLogger(__name__)
+_IN_PROCESS = "http://in-process"
+
+
+def run(config: Config, topology: Topology, clients: Clients) -> None:
+    """Serves on rank 0, and computes what it says on the others, until the end."""
+    with started(config, topology, TINKER) as (ranks, lock):
+        assert config.trainer.run_dir is not None, "`load` sets it"
+        if lock is not None:
+            _check_identity(config, config.trainer.run_dir)
+        learner = RunLearner(config, ranks)
+        if lock is None:
+            learner.follow()
+            return
+        host, port = topology.bind(TINKER, config.tinker.port)
+        host = config.tinker.host or host
+        if not is_loopback(host) and not clients.are_told_apart:
+            log.warning("anyone who reaches %s:%d can use this server: set TINKER_KEYS", host, port)
+        app = _composed(config, topology, ranks, learner=learner, clients=clients)
+        try:
+            serve(app, host, port, f"model={config.model.name} dir={config.trainer.run_dir}")
+        finally:
+            learner.close()
+
+
+def _check_identity(config: Config, directory: Path) -> None:
+    """Raises ConfigError when the directory is of a server with another base model or scale, in
+    which no run would come back as it was.
+    """
+    file = directory / "identity.json"
+    own = {
+        "model.name": str(config.model.name),
+        "model.dtype": config.model.dtype,
+        "lora.alpha": config.lora.alpha,
+    }
+    if not file.exists():
+        file.write_text(json.dumps(own), encoding="utf-8")
+        return
+    for name, value in json.loads(file.read_text(encoding="utf-8")).items():
+        if own[name] != value:
+            raise ConfigError(
+                f"the runs in {directory} were made with another {name}",
+                field=name,
+                value=own[name],
+                remedy=f"set it to {value}, or name another directory",
+            )
+
+
+def _tokenizer(config: Config) -> str:
+    """Returns what clients load the tokenizer from: a name, or a directory of this machine."""
+    name = config.tinker.name or config.model.name
+    return str(Path(name).absolute()) if Path(name).is_dir() else name
+
+
+def _composed(
+    config: Config, topology: Topology, ranks: Ranks, *, learner: Learner, clients: Clients
+) -> FastAPI:
+    """Returns the app of the server with its engines: in this process, or in a job group those of
+    rollout-server.
+    """
+    directory = config.trainer.run_dir
+    assert directory is not None, "`load` sets it"
+    limit_s = config.limits.service_timeout_s
+    group = GroupEngines()
+    parts = AsyncExitStack()
+    if topology.group is None:
+        engine = _engine(config, Pretrained(AutoModelForCausalLM, config.model.name).files(ranks))
+        app = make_app(engine)
+        transport = httpx.ASGITransport(app)
+        client = RolloutClient("engine", _IN_PROCESS, transport=transport, deadline_s=limit_s)
+        control = EngineClient("engine", _IN_PROCESS, transport=transport)
+        adapters = Adapters(lambda: [control], TINKER_ADAPTERS)
+        context = engine.model.max_context_tokens
+        entered = [app.router.lifespan_context(app), client, control]
+    else:
+        url = topology.url(ROLLOUT, config.rollout.router_port)
+        client = RolloutClient(ROLLOUT, url, deadline_s=limit_s)
+        client.seeds_apart = config.rollout.engine == "sglang"
+        adapters = Adapters(group.clients, TINKER_ADAPTERS)
+        context = context_length(config.model) or config.rollout.max_context_tokens
+        if config.rollout.engine == "embedded":
+            context = min(context, config.rollout.max_context_tokens)
+        entered = [group.running(), client]
+
+    server = TinkerServer(
+        directory.absolute(),
+        learner,
+        client,
+        adapters,
+        base_model=config.tinker.name or config.model.name,
+        max_context_tokens=context,
+        most_runs=config.tinker.max_runs,
+        resident=config.tinker.resident_runs,
+        seed=config.seed,
+    )
+
+    @asynccontextmanager
+    async def lifespan() -> AsyncIterator[None]:
+        async with parts:
+            for part in (*entered, server.running()):
+                await parts.enter_async_context(part)
+            yield
+
+    made = create_tinker_app(server, clients, _tokenizer(config), lifespan, metrics=Metrics(TINKER))
+    if topology.group is not None:
+        add_nodes(made, group)
+    return made
+
+
+def _engine(config: Config, files: Path) -> Engine:
+    rollout = config.rollout
+    model = Model(
+        files,
+        rollout.max_context_tokens,
+        choose_device(rollout.device, "rollout.device"),
+        dtype=config.model.dtype,
+        fp32_head=config.model.fp32_head,
+        deterministic=config.reproducible,
+    )
+    # Passes of the learner synchronise the device, which would abort a capture.
+    model.graphs = None
+    return Engine(
+        model,
+        max_running=rollout.max_running_requests,
+        seed=config.seed,
+        weight_version=BASE_VERSION,
+    )

@@ -1,0 +1,274 @@
+"""The requests of samplers, answered by engines that have several adapters at once.
+
+A sampler's weights never change: they are an adapter with the checksum of its file in its name, or
+the base model. Engines check the file against the name, so an answer is of these weights or is
+refused. Without a seed of the client, the seed follows from the weights and the request's number: a
+request that is sampled again after a crash gets the same answer.
+"""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from common.clients.rollout import RolloutClient, single_seed
+from common.errors import NotFound, ServiceError
+from common.weights.checksums import checksum
+from services.http.sqlite_store import sum_of
+from services.rollout.engine_client import EngineClient
+from trainer.tinker import requests
+from trainer.tinker.messages import Sampled, write_samples
+from trainer.tinker.records import Checkpoint, Result, Sampler
+from trainer.tinker.state import State
+from trainer.tinker.store import Journal
+from trainer.tinker.training import failure
+from trainer.tinker.turns import Turns
+
+log = logging.getLogger(__name__)
+_LOAD_S = 300.0
+
+
+class WrongWeights(ServiceError):
+    """The files of an adapter are not what was saved (500)."""
+
+    code = "wrong_weights"
+
+
+class Adapters:
+    """The adapters that the engines have, at most `most` that no request uses.
+
+    Args:
+        engines: one client for each engine; asked for whenever one is loaded.
+    """
+
+    def __init__(self, engines: Callable[[], Sequence[EngineClient]], most: int) -> None:
+        self._engines = engines
+        self._most = most
+        self._users: dict[str, int] = {}
+        """Requests that use an adapter, by its name; the one that was used last is last."""
+        self._loading = asyncio.Lock()
+
+    @asynccontextmanager
+    async def use(self, name: str, files: Path) -> AsyncIterator[None]:
+        """Keeps an adapter loaded on every engine inside the context."""
+        async with self._loading:
+            users = self._users.pop(name, None)
+            if users is None:
+                await self._load(name, files)
+            self._users[name] = (users or 0) + 1
+        try:
+            yield
+        finally:
+            self._users[name] -= 1
+
+    def forget(self, name: str) -> None:
+        """Says that an engine lacks an adapter, as after a restart."""
+        self._users.pop(name, None)
+
+    async def _load(self, name: str, files: Path) -> None:
+        stated = name.rpartition("@")[2]
+        found = await asyncio.to_thread(checksum, files / "adapter_model.safetensors")
+        if found != stated:
+            raise WrongWeights(
+                "an adapter's file differs from what was saved",
+                field="adapter_model.safetensors",
+                value=found,
+                remedy=f"restore {files}, whose checksum is {stated}, or save the weights again",
+            )
+        idle = [other for other, users in self._users.items() if not users]
+        for engine in self._engines():
+            if name not in await engine.adapters():
+                body = {"lora_name": name, "lora_path": str(files)}
+                await engine.change_adapters("/load_lora_adapter", body, _LOAD_S, wanted=True)
+        for other in idle[: len(self._users) + 1 - self._most]:
+            del self._users[other]
+            for engine in self._engines():
+                body = {"lora_name": other}
+                await engine.change_adapters("/unload_lora_adapter", body, _LOAD_S, wanted=False)
+
+
+class Sampling:
+    """Answers the requests of all samplers, taking turns.
+
+    Args:
+        client: the engines, or the router in front of them.
+        at_once: the most requests that the engines have at a time.
+        max_context_tokens: of prompt and answer.
+        finished: called with line and number when a result is on disk.
+    """
+
+    def __init__(
+        self,
+        client: RolloutClient,
+        adapters: Adapters,
+        state: State,
+        journal: Journal,
+        *,
+        max_context_tokens: int,
+        finished: Callable[[str, int], None],
+        at_once: int = 64,
+    ) -> None:
+        self.turns = Turns(in_order=False)
+        self._client = client
+        self._adapters = adapters
+        self._state = state
+        self._journal = journal
+        self._max_context_tokens = max_context_tokens
+        self._finished = finished
+        self._free = asyncio.Semaphore(at_once)
+        self._tasks: dict[tuple[str, int], asyncio.Task[None]] = {}
+        self._unwanted: set[tuple[str, int]] = set()
+        """Requests in work that were cancelled by their clients."""
+
+    async def work(self) -> None:
+        """Answers requests for ever."""
+        async with asyncio.TaskGroup() as tasks:
+            while True:
+                await self._free.acquire()
+                line, number = await self.turns.take()
+                task = tasks.create_task(self._one(line, number))
+                self._tasks[line, number] = task
+                task.add_done_callback(partial(self._done, line, number))
+
+    def _done(self, line: str, number: int, _: asyncio.Task[None]) -> None:
+        del self._tasks[line, number]
+        self._unwanted.discard((line, number))
+        self._free.release()
+
+    async def cancel(self, line: str, number: int) -> None:
+        """Ends a request that nobody waits for."""
+        if self.turns.drop(line, number):
+            await self._end(line, number, _cancelled())
+        elif (line, number) in self._tasks:
+            self._unwanted.add((line, number))
+            self._tasks[line, number].cancel()
+
+    async def _one(self, line: str, number: int) -> None:
+        sampler = self._state.get(Sampler, line)
+        if sampler is None:  # its session was finished
+            return
+        try:
+            operation = await self._journal.run(lambda store: store.operation(line, number))
+            body = requests.parse(requests.Sample, operation.body)
+            content, weights = await self._answer(sampler, body)
+            result = Result(ok=True, content=content, is_json=False, weights=weights)
+        except asyncio.CancelledError:
+            if (line, number) not in self._unwanted:  # the server ends
+                raise
+            result = _cancelled()
+        except ServiceError as error:
+            result = failure(error)
+        except Exception as error:
+            log.exception("request %s:op:%d failed", line, number)
+            result = failure(ServiceError(f"{type(error).__name__}: {error}"))
+        await self._end(line, number, result)
+
+    async def _end(self, line: str, number: int, result: Result) -> None:
+        await self._journal.run(lambda store: store.finish(line, number, result, repeatable=False))
+        self._finished(line, number)
+
+    async def _answer(self, sampler: Sampler, body: requests.Sample) -> tuple[bytes, str]:
+        """Returns the answer, and the path and the checksum of its weights."""
+        if sampler.path is None:
+            return await self._generate(body, None, f"{sampler.id.rpartition(':')[2]}"), "base"
+        try:
+            checkpoint = self._state.find(Checkpoint, sampler.path, sampler.owner)
+        except NotFound as error:
+            error.remedy = "save weights with a name to keep them: of others a run has the newest"
+            raise
+        name = f"{checkpoint.run.replace(':', '-')}-{checkpoint.folder}@{checkpoint.checksum}"
+        files = self._state.files(checkpoint)
+        seed = f"{checkpoint.checksum} {sampler.id.rpartition(':')[2]}"
+        weights = f"{checkpoint.path}@{checkpoint.checksum}"
+        try:
+            async with self._adapters.use(name, files):
+                return await self._generate(body, name, seed), weights
+        except ServiceError as error:
+            if error.status != 400 or "loaded" not in str(error):
+                raise
+        # An engine was restarted since.
+        self._adapters.forget(name)
+        async with self._adapters.use(name, files):
+            return await self._generate(body, name, seed), weights
+
+    async def _generate(self, body: requests.Sample, adapter: str | None, seed: str) -> bytes:
+        given = body.sampling_params
+        sampling: dict[str, Any] = {
+            "n": body.num_samples,
+            "temperature": given.temperature,
+            "top_p": given.top_p,
+            "top_k": given.top_k,
+            "max_new_tokens": given.max_tokens or self._max_context_tokens - len(body.tokens),
+            "ignore_eos": given.stop == [],
+            "sampling_seed": sum_of((given.seed, seed, body.seq_id))
+            if given.seed is None
+            else given.seed % 2**63,
+        }
+        stops = [given.stop] if isinstance(given.stop, str) else given.stop or []
+        sampling["stop"] = [stop for stop in stops if isinstance(stop, str)]
+        sampling["stop_token_ids"] = [stop for stop in stops if isinstance(stop, int)]
+
+        scores: list[float | None] | None = None
+        if body.prompt_logprobs:
+            scores = await self._score(body, adapter)
+        answers = await self._completions(body.tokens, sampling, adapter)
+        samples = [_sampled(answer) for answer in answers]
+        return write_samples(samples, scores)
+
+    async def _score(self, body: requests.Sample, adapter: str | None) -> list[float | None]:
+        """Returns the log-probabilities of the prompt's tokens, None for the first."""
+        sampling = {"max_new_tokens": 0, "temperature": 1.0}
+        (answer,) = await self._post(body.tokens, sampling, adapter, logprob_start_len=0)
+        found = [logprob for logprob, *_ in answer["meta_info"]["input_token_logprobs"]]
+        last = body.prompt_logprobs_last_n
+        if last is not None:
+            found[: max(0, len(found) - last)] = [None] * max(0, len(found) - last)
+        return found
+
+    async def _completions(
+        self, tokens: list[int], sampling: dict[str, Any], adapter: str | None
+    ) -> list[dict[str, Any]]:
+        """Returns n completions, with a request for each where the engine gives all of a request
+        the same seed.
+        """
+        if not self._client.seeds_apart:
+            return await self._post(tokens, sampling, adapter)
+        alone = [
+            {**sampling, "n": 1, "sampling_seed": single_seed(sampling["sampling_seed"], index)}
+            for index in range(sampling["n"])
+        ]
+        found = await asyncio.gather(*(self._post(tokens, each, adapter) for each in alone))
+        return [answer for (answer,) in found]
+
+    async def _post(
+        self, tokens: list[int], sampling: dict[str, Any], adapter: str | None, **more: Any
+    ) -> list[dict[str, Any]]:
+        body = {"input_ids": tokens, "sampling_params": sampling, "return_logprob": True, **more}
+        if adapter is not None:
+            body["lora_path"] = adapter
+        response = await self._client.request("POST", "/generate", json=body)
+        found = orjson.loads(response.content)
+        return found if isinstance(found, list) else [found]
+
+
+def _cancelled() -> Result:
+    return failure(ServiceError("the client cancelled this request", status=499))
+
+
+def _sampled(answer: dict[str, Any]) -> Sampled:
+    meta = answer["meta_info"]
+    reason = meta["finish_reason"]["type"]
+    if reason not in ("stop", "length"):
+        raise ServiceError(
+            "the engine ended a completion before it was complete",
+            field="finish_reason",
+            value=meta["finish_reason"],
+            remedy="send the request again; see the engine's log",
+        )
+    logprobs = [logprob for logprob, *_ in meta["output_token_logprobs"]]
+    return Sampled(answer["output_ids"], logprobs, reason)

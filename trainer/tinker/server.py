@@ -1,0 +1,388 @@
+"""The server's parts together: accepts operations and keeps their futures."""
+
+import asyncio
+import secrets
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+from common.clients.rollout import RolloutClient
+from common.errors import InvalidInput, NotFound, Overloaded, ServiceLost
+from services.http.sqlite_store import sum_of
+from trainer.tinker import requests
+from trainer.tinker.interface import Learner
+from trainer.tinker.messages import address, read_pass
+from trainer.tinker.records import Checkpoint, Operation, Result, Run, Sampler, Session
+from trainer.tinker.sampling import Adapters, Sampling
+from trainer.tinker.state import State
+from trainer.tinker.store import Journal, TinkerStore
+from trainer.tinker.training import Training
+
+MAX_WAITING = 4096
+"""Operations of a run, or requests of a sampler, that may wait."""
+POLL_S = 20.0
+"""How long a question for a result waits for it. The SDK gives up after 45 seconds."""
+_F = TypeVar("_F", Session, Sampler, Checkpoint)
+_CLONE = 1_000_000_000
+"""Numbers of each copy of a sampling client."""
+
+
+class TinkerServer:
+    """Sessions, runs and samplers of one base model.
+
+    Args:
+        base_model: name of the model for clients.
+        most_runs: of a client.
+        resident: the most runs in memory.
+        seed: of adapters for which clients give none, with the number of the run in its session.
+    """
+
+    def __init__(  # noqa: PLR0913
+        self,
+        directory: Path,
+        learner: Learner,
+        client: RolloutClient,
+        adapters: Adapters,
+        *,
+        base_model: str,
+        max_context_tokens: int,
+        most_runs: int = 1000,
+        resident: int = 8,
+        seed: int = 0,
+    ) -> None:
+        self.base_model = base_model
+        self.max_context_tokens = max_context_tokens
+        self.state = State(directory, most_runs)
+        self._seed = seed
+        self.failure: ServiceLost | None = None
+        """Why operations are no longer applied, if so."""
+        self._store = TinkerStore(directory / "tinker.sqlite")
+        self._journal = Journal(self._store)
+        self._waiters: dict[tuple[str, int], asyncio.Event] = {}
+        self._news: dict[str, asyncio.Event] = {}
+        self._training = Training(
+            learner,
+            self.state,
+            self._journal,
+            resident=resident,
+            finished=self._note_finished,
+        )
+        self._sampling = Sampling(
+            client,
+            adapters,
+            self.state,
+            self._journal,
+            max_context_tokens=max_context_tokens,
+            finished=self._note_finished,
+        )
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Continues what was accepted before, and works inside the context."""
+        facts, applied, waiting = await self._journal.run(
+            lambda store: (store.facts(), store.applied(), store.waiting())
+        )
+        for fact in facts:
+            self.state.add(fact)
+        self.state.sweep()
+        for run in self.state.all(Run):
+            self._training.start(run, applied.get(run.id, -1))
+        for line, number in waiting:
+            self._queue(line, number)
+        workers = [
+            asyncio.create_task(self._training.work()),
+            asyncio.create_task(self._sampling.work()),
+        ]
+        for worker in workers:
+            worker.add_done_callback(self._note_end)
+        try:
+            yield
+        finally:
+            for worker in workers:
+                worker.cancel()
+            await asyncio.gather(*workers, return_exceptions=True)
+            await self._training.close()
+            await self._journal.close()
+
+    def _note_end(self, worker: asyncio.Task[None]) -> None:
+        if not worker.cancelled():
+            self.failure = ServiceLost(
+                f"operations are no longer applied: {worker.exception()!r}",
+                remedy="see the log of this server, mend the reason and start it again: it "
+                "continues with what was accepted",
+            )
+
+    # ------------------------------------------------------------ sessions, runs, samplers
+
+    async def create_session(self, owner: str, body: requests.CreateSession) -> Session:
+        session = Session(secrets.token_hex(8), owner, body.model_dump(exclude_none=True))
+        return await self._put(session)
+
+    async def finish_session(self, owner: str, name: str) -> None:
+        """Ends a session; its runs and their weights stay, samples are dropped."""
+        session = self.state.find(Session, name, owner)
+        session.finished = True
+        samplers = [each for each in self.state.owned(Sampler, owner) if each.session == name]
+        for sampler in samplers:
+            self.state.remove(sampler)
+
+        def write(store: TinkerStore) -> None:
+            store.put(session)
+            for sampler in samplers:
+                store.drop(sampler)
+                store.forget_line(sampler.id)
+
+        await self._journal.run(write)
+
+    async def create_sampler(self, owner: str, body: requests.CreateSampler) -> Sampler:
+        """Returns the sampler with this number; makes it when there is none."""
+        session = self.state.session(body.session_id, owner)
+        name = f"{session.id}:sample:{body.sampling_session_seq_id}"
+        if body.model_path is None:
+            self.check_model(body.base_model)
+        elif self.state.find(Checkpoint, body.model_path, owner).kind != "sampler_weights":
+            raise InvalidInput(
+                "these weights are not for sampling",
+                field="model_path",
+                value=body.model_path,
+                remedy="use what save_weights_for_sampler returns",
+            )
+        return await self._put(Sampler(name, session.id, owner, body.model_path))
+
+    async def join_sampler(self, owner: str, name: str) -> int:
+        """Returns a number for a copy of a sampler's client."""
+        sampler = self.state.find(Sampler, name, owner)
+        sampler.clones += 1
+        number = sampler.clones
+        await self._put(sampler)
+        return number
+
+    def check_model(self, name: str | None) -> None:
+        """Raises InvalidInput for another base model."""
+        if name != self.base_model:
+            raise InvalidInput(
+                "this server has another base model",
+                field="base_model",
+                value=name,
+                remedy=f"use {self.base_model}, or start the server with --name {name}",
+            )
+
+    async def delete_checkpoint(self, owner: str, path: str) -> None:
+        await self.state.delete(self.state.find(Checkpoint, path, owner), self._journal)
+
+    async def set_ttl(self, owner: str, path: str, seconds: int | None) -> None:
+        checkpoint = self.state.find(Checkpoint, path, owner)
+        checkpoint.expires = None if seconds is None else time.time() + seconds
+        await self._put(checkpoint)
+
+    async def delete_run(self, owner: str, name: str) -> None:
+        """Removes a run, its operations and all its weights."""
+        run = self.state.find(Run, name, owner)
+        weights = [each for each in self.state.owned(Checkpoint, owner) if each.run == name]
+        for each in weights:
+            await self.state.delete(each, self._journal)
+        self.state.remove(run)
+        await self._training.forget(run)
+
+        def write(store: TinkerStore) -> None:
+            store.drop(run)
+            store.forget_line(name)
+
+        await self._journal.run(write)
+        self.state.sweep()
+
+    async def _put(self, fact: _F) -> _F:
+        self.state.add(fact)
+        await self._journal.run(lambda store: store.put(fact))
+        return fact
+
+    # ------------------------------------------------------------ operations
+
+    async def create_run(self, owner: str, body: requests.CreateModel, content: bytes) -> Operation:
+        """Accepts a new run."""
+        self.check_model(body.base_model)
+        lora = body.lora_config
+        run = self._new_run(
+            owner,
+            body.session_id,
+            body.model_seq_id,
+            rank=lora.rank,
+            seed=sum_of((self._seed, body.model_seq_id)) if lora.seed is None else lora.seed,
+            train_mlp=lora.train_mlp,
+            train_attn=lora.train_attn,
+            train_unembed=lora.train_unembed,
+            about=body.user_metadata,
+        )
+        return await self._accept(Operation(run.id, 0, "create_model", content), run)
+
+    async def load(self, owner: str, body: requests.LoadWeights, content: bytes) -> Operation:
+        """Accepts weights for a run, or as a new run."""
+        if body.model_id is not None and body.seq_id is not None:
+            run = self.state.find(Run, body.model_id, owner)
+            return await self._accept(Operation(run.id, body.seq_id, "load_weights", content))
+        if body.session_id is None or body.model_seq_id is None:
+            raise InvalidInput(
+                "a load needs model_id and seq_id, or session_id and model_seq_id",
+                field="session_id",
+                remedy="send one of these pairs",
+            )
+        if body.base_model is not None:
+            self.check_model(body.base_model)
+        source = self.state.find(Run, self.state.find(Checkpoint, body.path, owner).run, owner)
+        run = self._new_run(
+            owner,
+            body.session_id,
+            body.model_seq_id,
+            rank=source.rank,
+            seed=source.seed,
+            train_mlp=source.train_mlp,
+            train_attn=source.train_attn,
+            train_unembed=source.train_unembed,
+            about=body.user_metadata,
+        )
+        return await self._accept(Operation(run.id, 0, "load_weights", content), run)
+
+    def _new_run(self, owner: str, session: str, number: int, **facts: Any) -> Run:
+        """Returns the run with this number of a session, which may exist (for a retry)."""
+        name = f"{self.state.session(session, owner).id}:train:{number}"
+        try:
+            return self.state.find(Run, name, owner)
+        except NotFound:
+            self.state.check_quota(owner)
+        now = time.time()
+        return Run(name, session, owner, created=now, used=now, **facts)
+
+    async def accept_pass(self, owner: str, content: bytes) -> Operation:
+        """Accepts a pass in protobuf."""
+        name, number = address(content)
+        run = self.state.find(Run, name, owner)
+        given = await asyncio.to_thread(read_pass, content)
+        kind = "forward" if given.forward_only else "forward_backward"
+        return await self._accept(Operation(run.id, number, kind, content))
+
+    async def accept(
+        self, owner: str, kind: str, body: requests.Numbered, content: bytes
+    ) -> Operation:
+        """Accepts an operation of a run."""
+        run = self.state.find(Run, body.model_id, owner)
+        return await self._accept(Operation(run.id, body.seq_id, kind, content))
+
+    async def accept_sample(self, owner: str, body: requests.Sample, content: bytes) -> Operation:
+        """Accepts a request of a sampler."""
+        sampler = self.state.find(Sampler, body.sampling_session_id, owner)
+        return await self._accept(Operation(sampler.id, body.seq_id, "sample", content))
+
+    async def _accept(self, operation: Operation, run: Run | None = None) -> Operation:
+        """Writes an operation, with its run if that is new, and queues it."""
+        turns = self._turns(operation.line)
+        if turns.waiting(operation.line) >= MAX_WAITING:
+            raise Overloaded(
+                f"{MAX_WAITING} requests wait",
+                field="seq_id",
+                value=operation.seq,
+                remedy="wait for results before you send more",
+                status=429,
+            )
+        if operation.kind not in ("sample", "create_model") and operation.seq < 1 and run is None:
+            raise InvalidInput(
+                "operations of a run are counted from 1", field="seq_id", value=operation.seq
+            )
+
+        def write(store: TinkerStore) -> bool:
+            is_new = store.accept(operation)
+            if is_new and run is not None:
+                store.put(run)
+            return is_new
+
+        if not await self._journal.run(write):
+            return operation
+        if run is not None:
+            self.state.add(run)
+            self._training.start(run, -1)
+        self._queue(operation.line, operation.seq)
+        return operation
+
+    def _turns(self, line: str) -> Any:
+        return (self._sampling if ":sample:" in line else self._training).turns
+
+    def _queue(self, line: str, number: int) -> None:
+        self._turns(line).add(line, number)
+
+    # ------------------------------------------------------------ futures
+
+    def _note_finished(self, line: str, number: int) -> None:
+        for waiting in (self._waiters.pop((line, number), None), self._news.pop(line, None)):
+            if waiting is not None:
+                waiting.set()
+
+    async def result(self, owner: str, request_id: str) -> Result | None:
+        """Returns a result as soon as it is there; None when it is not within `POLL_S`."""
+        line, number = self._parse(owner, request_id)
+        event = self._waiters.setdefault((line, number), asyncio.Event())
+        found = await self._look(line, number)
+        if found is None:
+            await _wait(event, POLL_S)
+            found = await self._look(line, number)
+        return found
+
+    async def _look(self, line: str, number: int) -> Result | None:
+        def look(store: TinkerStore) -> Result | None:
+            found = store.result(line, number)
+            if found is None:
+                store.expect(line, number)
+            return found
+
+        try:
+            found = await self._journal.run(look)
+        except NotFound:
+            self._waiters.pop((line, number), None)
+            raise
+        if found is not None:
+            self._waiters.pop((line, number), None)
+        return found
+
+    async def news(self, owner: str, body: requests.RetrieveMany) -> tuple[list[Any], int]:
+        """Returns (seq, finished, ok) of what a sampler has finished since the cursor, as soon as
+        there is any, and the next cursor. Drops what the client has fetched.
+        """
+        target = body.target
+        sampler = self.state.find(Sampler, target.sampling_session_id, owner)
+        start = target.cloned_sampler_id * _CLONE
+        block = range(start, start + _CLONE)
+        fetched = [self._parse(owner, each)[1] for each in body.retrieved_request_ids]
+        wait_s = POLL_S if body.timeout is None else min(body.timeout, POLL_S)
+        news = self._news.setdefault(sampler.id, asyncio.Event())
+
+        def look(store: TinkerStore) -> list[tuple[int, int, int]]:
+            store.forget(sampler.id, fetched)
+            return store.finished_after(sampler.id, block, body.prev_cursor)
+
+        found = await self._journal.run(look)
+        deadline = time.monotonic() + wait_s
+        while not found and time.monotonic() < deadline:
+            await _wait(news, deadline - time.monotonic())
+            news = self._news.setdefault(sampler.id, asyncio.Event())
+            found = await self._journal.run(look)
+        return found, max([body.prev_cursor, *(finished for _, finished, _ in found)])
+
+    async def cancel(self, owner: str, request_id: str) -> None:
+        """Ends a request of a sampler that nobody waits for."""
+        line, number = self._parse(owner, request_id)
+        await self._sampling.cancel(line, number)
+
+    def _parse(self, owner: str, request_id: str) -> tuple[str, int]:
+        line, _, number = request_id.rpartition(":op:")
+        if ":sample:" in line:
+            self.state.find(Sampler, line, owner)
+        else:
+            self.state.find(Run, line, owner)
+        return line, int(number) if number.isdecimal() else -1
+
+
+async def _wait(event: asyncio.Event, seconds: float) -> None:
+    try:
+        await asyncio.wait_for(event.wait(), max(0.0, seconds))
+    except TimeoutError:
+        return

@@ -1,0 +1,145 @@
+"""What the server knows in memory of what is on disk: sessions, runs, samplers, checkpoints; and
+who may use it.
+"""
+
+import shutil
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TypeVar
+
+from common.errors import Conflict, NotFound, TooLarge
+from trainer.tinker.records import Checkpoint, Run, Sampler, Session
+from trainer.tinker.store import Fact, Journal, TinkerStore, name_of
+
+KEPT_UNNAMED = 16
+"""Unnamed weights of a run for its samplers; older ones are removed."""
+_F = TypeVar("_F", Session, Run, Sampler, Checkpoint)
+
+
+class State:
+    """The facts, by kind and name. Only the event loop reads and changes them."""
+
+    def __init__(self, directory: Path, most_runs: int) -> None:
+        self._directory = directory
+        self._most_runs = most_runs
+        self._facts: dict[type, dict[str, Fact]] = {
+            kind: {} for kind in (Session, Run, Sampler, Checkpoint)
+        }
+
+    def add(self, fact: Fact) -> Fact | None:
+        """Adds a fact; returns the one of this name that it replaces."""
+        of_kind = self._facts[type(fact)]
+        replaced = of_kind.get(name_of(fact))
+        of_kind[name_of(fact)] = fact
+        return replaced
+
+    def remove(self, fact: Fact) -> None:
+        self._facts[type(fact)].pop(name_of(fact), None)
+
+    def get(self, kind: type[_F], name: str) -> _F | None:
+        """Returns a fact, whoever it belongs to; None when there is none."""
+        found = self._facts[kind].get(name)
+        return found if isinstance(found, kind) else None
+
+    def find(self, kind: type[_F], name: str, owner: str) -> _F:
+        """Returns a fact. Raises NotFound, also for one of another client."""
+        found = self.get(kind, name)
+        if found is None or self._owner(found) != owner:
+            raise NotFound(
+                f"there is no such {kind.__name__.lower()}",
+                field=kind.__name__.lower(),
+                value=name,
+                remedy="use one that this server made for the same key; they last until they are "
+                "deleted or expire",
+            )
+        return found
+
+    def all(self, kind: type[_F]) -> Iterator[_F]:
+        """Yields the facts of a kind, the oldest first."""
+        for fact in tuple(self._facts[kind].values()):
+            if isinstance(fact, kind):
+                yield fact
+
+    def owned(self, kind: type[_F], owner: str) -> list[_F]:
+        """Returns the facts of a kind that belong to a client, the newest first."""
+        return [fact for fact in self.all(kind) if self._owner(fact) == owner][::-1]
+
+    def _owner(self, fact: Fact) -> str:
+        if isinstance(fact, Checkpoint):
+            run = self.get(Run, fact.run)
+            return run.owner if run else ""
+        return fact.owner
+
+    def session(self, name: str, owner: str) -> Session:
+        """Returns a session that goes on. Raises NotFound, or Conflict for a finished one."""
+        session = self.find(Session, name, owner)
+        if session.finished:
+            raise Conflict(
+                "this session is finished",
+                field="session_id",
+                value=name,
+                remedy="make a new ServiceClient",
+                status=410,
+            )
+        return session
+
+    def check_quota(self, owner: str) -> None:
+        """Raises TooLarge when a client has as many runs as it may."""
+        runs = len(self.owned(Run, owner))
+        if runs >= self._most_runs:
+            raise TooLarge(
+                f"this client has {runs} runs",
+                field="model_seq_id",
+                value=runs,
+                remedy="delete a run that is no longer needed (DELETE /api/v1/training_runs/ID), "
+                "or start the server with a larger --max-runs",
+            )
+
+    # ------------------------------------------------------------ files
+
+    def folder(self, run: Run) -> Path:
+        """Returns the directory of a run's files."""
+        return self._directory / "runs" / run.id.replace(":", "-")
+
+    def files(self, checkpoint: Checkpoint) -> Path:
+        """Returns the directory of a checkpoint's files."""
+        return self._directory / "runs" / checkpoint.run.replace(":", "-") / checkpoint.folder
+
+    def outdated(self) -> list[Checkpoint]:
+        """Returns checkpoints that have expired, and unnamed ones beyond a run's newest."""
+        now = time.time()
+        found = [each for each in self.all(Checkpoint) if each.expires and each.expires < now]
+        unnamed: dict[str, list[Checkpoint]] = {}
+        for each in self.all(Checkpoint):
+            if each.unnamed:
+                unnamed.setdefault(each.run, []).append(each)
+        for of_run in unnamed.values():
+            found += of_run[:-KEPT_UNNAMED]
+        return found
+
+    async def delete(self, checkpoint: Checkpoint, journal: Journal) -> None:
+        """Forgets a checkpoint, with its sampler if it is unnamed; then removes its files."""
+        gone: list[Checkpoint | Sampler] = [checkpoint]
+        if checkpoint.unnamed:
+            gone += [each for each in self.all(Sampler) if each.path == checkpoint.path]
+        for fact in gone:
+            self.remove(fact)
+
+        def write(store: TinkerStore) -> None:
+            for fact in gone:
+                store.drop(fact)
+                if isinstance(fact, Sampler):
+                    store.forget_line(fact.id)
+
+        await journal.run(write)
+        shutil.rmtree(self.files(checkpoint), ignore_errors=True)
+
+    def sweep(self) -> None:
+        """Removes files that no fact names: what a killed process had begun, or not removed yet."""
+        named = {self.files(each) for each in self.all(Checkpoint)}
+        for run in self.all(Run):
+            named.add(self.folder(run) / f"state-{run.snapshot}")
+        for folder in self._directory.glob("runs/*/*"):
+            if folder not in named:
+                shutil.rmtree(folder, ignore_errors=True)

@@ -1,0 +1,282 @@
+"""The file of the server: every operation before it is answered, and its result.
+
+An operation is known by its line (a run or a sampler) and its number in it. What a client sends
+again finds the same one. `Journal` writes what is due at the same time in one transaction.
+"""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+
+from common.errors import InvalidInput, NotFound, ServiceError
+from services.http.one_thread import OneThread
+from services.http.sqlite_store import TABLES, Damaged, SqliteStore, sealed, sum_of, unsealed
+from trainer.tinker.records import Checkpoint, Operation, Result, Run, Sampler, Session
+
+_SCHEMA = (
+    TABLES
+    + """
+CREATE TABLE facts (kind TEXT NOT NULL, name TEXT NOT NULL, document TEXT NOT NULL,
+    seal INTEGER NOT NULL, PRIMARY KEY (kind, name)) STRICT;
+CREATE TABLE operations (line TEXT NOT NULL, seq INTEGER NOT NULL, kind TEXT NOT NULL,
+    body_sum INTEGER NOT NULL, seal INTEGER NOT NULL, PRIMARY KEY (line, seq)) STRICT;
+CREATE TABLE bodies (line TEXT NOT NULL, seq INTEGER NOT NULL, body BLOB NOT NULL,
+    PRIMARY KEY (line, seq)) STRICT;
+CREATE TABLE results (line TEXT NOT NULL, seq INTEGER NOT NULL, ok INTEGER NOT NULL,
+    content BLOB NOT NULL, is_json INTEGER NOT NULL, finished INTEGER NOT NULL,
+    weights TEXT NOT NULL, seal INTEGER NOT NULL, PRIMARY KEY (line, seq)) STRICT;
+CREATE INDEX by_end ON results (line, finished);
+"""
+)
+_ROOMS = {"session": Session, "run": Run, "sampler": Sampler, "checkpoint": Checkpoint}
+KEPT_RESULTS = 256
+"""Results of a run's latest operations that a client can still ask for."""
+Fact = Session | Run | Sampler | Checkpoint
+_T = TypeVar("_T")
+
+
+class TinkerStore(SqliteStore):
+    """Operations and facts on disk. Its methods run within a transaction."""
+
+    name = "the file of the Tinker server"
+    layout = 1
+    restore = "restore it from a backup, or start in another directory"
+    pragmas = ("locking_mode = EXCLUSIVE",)
+    busy_s = 5
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path, _SCHEMA)
+        (last,) = self.db.execute("SELECT MAX(finished) FROM results").fetchone()
+        self._finished: int = last or 0
+
+    # ------------------------------------------------------------ facts
+
+    def facts(self) -> list[Fact]:
+        """Returns all sessions, runs, samplers and checkpoints."""
+        found: list[Fact] = []
+        for row in self.db.execute("SELECT kind, name, document, seal FROM facts"):
+            kind, _, document = unsealed(row, f"a row of facts ({row[:2]})")
+            found.append(msgspec.json.decode(document, type=_ROOMS[kind]))
+        return found
+
+    def put(self, fact: Fact) -> None:
+        """Writes a fact in the place of an earlier one of its name."""
+        row = (_kind(fact), name_of(fact), msgspec.json.encode(asdict(fact)).decode())
+        self.db.execute("INSERT OR REPLACE INTO facts VALUES (?, ?, ?, ?)", sealed(row))
+
+    def drop(self, fact: Fact) -> None:
+        """Forgets a fact."""
+        name = (_kind(fact), name_of(fact))
+        self.db.execute("DELETE FROM facts WHERE kind = ? AND name = ?", name)
+
+    # ------------------------------------------------------------ operations
+
+    def accept(self, operation: Operation) -> bool:
+        """Writes a new operation; returns False for one that is there already.
+
+        Raises InvalidInput when another one has its number.
+        """
+        key = (operation.line, operation.seq)
+        body_sum = sum_of(operation.body)
+        row = self.db.execute(
+            "SELECT line, seq, kind, body_sum, seal FROM operations WHERE line = ? AND seq = ?", key
+        ).fetchone()
+        if row is not None:
+            *_, kind, known_sum = unsealed(row, f"operation {operation.request_id}")
+            if (kind, known_sum) != (operation.kind, body_sum):
+                raise InvalidInput(
+                    "another request has this sequence number",
+                    field="seq_id",
+                    value=operation.seq,
+                    remedy="count the requests of a run; send one again unchanged",
+                )
+            return False
+        self.db.execute(
+            "INSERT INTO operations VALUES (?, ?, ?, ?, ?)",
+            sealed((*key, operation.kind, body_sum)),
+        )
+        self.db.execute("INSERT INTO bodies VALUES (?, ?, ?)", (*key, operation.body))
+        return True
+
+    def operation(self, line: str, seq: int) -> Operation:
+        """Returns an operation that has not been applied for good. Raises Damaged."""
+        row = self.db.execute(
+            "SELECT line, seq, kind, body_sum, seal FROM operations WHERE line = ? AND seq = ?",
+            (line, seq),
+        ).fetchone()
+        *_, kind, body_sum = unsealed(row, f"operation {seq} of {line}")
+        (body,) = self.db.execute(
+            "SELECT body FROM bodies WHERE line = ? AND seq = ?", (line, seq)
+        ).fetchone()
+        if sum_of(body) != body_sum:
+            raise Damaged(f"the body of operation {seq} of {line} differs from its checksum")
+        return Operation(line, seq, kind, body)
+
+    def waiting(self) -> list[tuple[str, int]]:
+        """Returns lines and numbers of the operations without a result, in order."""
+        return self.db.execute(
+            "SELECT line, seq FROM operations LEFT JOIN results USING (line, seq) "
+            "WHERE ok IS NULL ORDER BY line, seq"
+        ).fetchall()
+
+    def applied(self) -> dict[str, int]:
+        """Returns the number of the latest result of every line."""
+        return dict(self.db.execute("SELECT line, MAX(seq) FROM results GROUP BY line").fetchall())
+
+    def since(self, run: Run, kinds: Sequence[str]) -> list[tuple[Operation, Result]]:
+        """Returns the successful operations of some kinds since the run's snapshot, in order."""
+        marks = ", ".join("?" * len(kinds))
+        rows = self.db.execute(
+            f"SELECT seq FROM operations JOIN results USING (line, seq) WHERE line = ? AND seq > ? "  # noqa: S608
+            f"AND ok AND kind IN ({marks}) ORDER BY seq",
+            (run.id, run.snapshot, *kinds),
+        ).fetchall()
+        found = []
+        for (seq,) in rows:
+            result = self.result(run.id, seq)
+            assert result is not None
+            found.append((self.operation(run.id, seq), result))
+        return found
+
+    # ------------------------------------------------------------ results
+
+    def finish(self, line: str, seq: int, result: Result, *, repeatable: bool) -> None:
+        """Writes the result of an operation, whose body is kept if it may be applied again."""
+        self._finished += 1
+        if not repeatable:
+            self.db.execute("DELETE FROM bodies WHERE line = ? AND seq = ?", (line, seq))
+        row = (line, seq, int(result.ok), result.content, int(result.is_json))
+        self.db.execute(
+            "INSERT INTO results VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
+            sealed((*row, self._finished, result.weights)),
+        )
+
+    def result(self, line: str, seq: int) -> Result | None:
+        """Returns a result; None when there is none (yet)."""
+        row = self.db.execute(
+            "SELECT line, seq, ok, content, is_json, finished, weights, seal FROM results "
+            "WHERE line = ? AND seq = ?",
+            (line, seq),
+        ).fetchone()
+        if row is None:
+            return None
+        *_, ok, content, is_json, finished, weights = unsealed(row, f"result {seq} of {line}")
+        return Result(
+            ok=bool(ok),
+            content=content,
+            is_json=bool(is_json),
+            finished=finished,
+            weights=weights,
+        )
+
+    def expect(self, line: str, seq: int) -> None:
+        """Raises NotFound for an operation that was never accepted, or whose result is gone."""
+        row = self.db.execute(
+            "SELECT 1 FROM operations WHERE line = ? AND seq = ?", (line, seq)
+        ).fetchone()
+        if row is None:
+            raise NotFound(
+                "there is no such request, or its result was fetched and dropped",
+                field="request_id",
+                value=f"{line}:op:{seq}",
+                remedy="ask for a request of this server, soon after it was sent",
+            )
+
+    def finished_after(self, line: str, block: range, after: int) -> list[tuple[int, int, int]]:
+        """Returns (seq, finished, ok) of the results of a line's numbers in `block` that came after
+        the result `after`, in order.
+        """
+        return self.db.execute(
+            "SELECT seq, finished, ok FROM results WHERE line = ? AND finished > ? AND seq >= ? "
+            "AND seq < ? ORDER BY finished LIMIT 1000",
+            (line, after, block.start, block.stop),
+        ).fetchall()
+
+    def forget(self, line: str, seqs: Sequence[int]) -> None:
+        """Drops operations whose results were fetched."""
+        for table in ("operations", "bodies", "results"):
+            self.db.executemany(
+                f"DELETE FROM {table} WHERE line = ? AND seq = ?",  # noqa: S608
+                [(line, seq) for seq in seqs],
+            )
+
+    def forget_line(self, line: str) -> None:
+        """Drops all operations of a line."""
+        for table in ("operations", "bodies", "results"):
+            self.db.execute(f"DELETE FROM {table} WHERE line = ?", (line,))  # noqa: S608
+
+    def passed(self, run: Run) -> None:
+        """Drops what a run's snapshot makes superfluous: bodies, and results long before it."""
+        self.db.execute("DELETE FROM bodies WHERE line = ? AND seq <= ?", (run.id, run.snapshot))
+        self.db.execute(
+            "DELETE FROM results WHERE line = ? AND seq <= ?",
+            (run.id, run.snapshot - KEPT_RESULTS),
+        )
+
+
+def _kind(fact: Fact) -> str:
+    return type(fact).__name__.lower()
+
+
+def name_of(fact: Fact) -> str:
+    """Returns the name under which a fact is kept."""
+    return fact.path if isinstance(fact, Checkpoint) else fact.id
+
+
+class Journal:
+    """Runs work on the store in a thread: what is due at the same time, in one transaction.
+
+    Work that raises a ServiceError must not have changed anything yet.
+    """
+
+    def __init__(self, store: TinkerStore) -> None:
+        self._store = store
+        self._thread = OneThread("tinker-store")
+        self._due: list[tuple[Callable[[TinkerStore], Any], asyncio.Future[Any]]] = []
+        self._writing: asyncio.Task[None] | None = None
+
+    async def run(self, work: Callable[[TinkerStore], _T]) -> _T:
+        """Returns what `work` returns, once it is on disk."""
+        done: asyncio.Future[_T] = asyncio.get_running_loop().create_future()
+        self._due.append((work, done))
+        if self._writing is None or self._writing.done():
+            self._writing = asyncio.create_task(self._write())
+        # A caller that is cancelled does not undo what is written with it.
+        return await asyncio.shield(done)
+
+    async def close(self) -> None:
+        """Waits for what is due and closes the file."""
+        if self._writing is not None:
+            await self._writing
+        await self._thread.call(self._store.close)
+        await self._thread.close()
+
+    async def _write(self) -> None:
+        while self._due:
+            batch = self._due
+            self._due = []
+            try:
+                outcomes = await self._thread.call(self._together, [work for work, _ in batch])
+            except Exception as error:
+                outcomes = [error] * len(batch)
+            for (_, done), outcome in zip(batch, outcomes, strict=True):
+                if done.cancelled():
+                    continue
+                if isinstance(outcome, Exception):
+                    done.set_exception(outcome)
+                else:
+                    done.set_result(outcome)
+
+    def _together(self, batch: Sequence[Callable[[TinkerStore], Any]]) -> list[Any]:
+        outcomes: list[Any] = []
+        with self._store.transaction():
+            for work in batch:
+                try:
+                    outcomes.append(work(self._store))
+                except ServiceError as error:
+                    outcomes.append(error)
+        return outcomes

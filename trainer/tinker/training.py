@@ -1,0 +1,334 @@
+"""The operations of runs, each applied once and in the order of their numbers.
+
+A run's state is its last snapshot and the operations since: an operation is on disk before it is
+answered, and its result before the client gets it. After a crash, or when an idle run comes back to
+memory, the snapshot is loaded and the operations since are applied again; their answers must be the
+same to the bit.
+"""
+
+import json
+import logging
+import shutil
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from common.errors import Conflict, InvalidInput, NotFound, ServiceError
+from services.http.one_thread import OneThread
+from trainer.tinker import requests
+from trainer.tinker.interface import AdamParams, Learner, LoraSpec
+from trainer.tinker.messages import read_pass, write_outputs
+from trainer.tinker.records import Checkpoint, Operation, Result, Run, Sampler
+from trainer.tinker.state import State
+from trainer.tinker.store import Fact, Journal, TinkerStore
+from trainer.tinker.turns import Turns
+
+log = logging.getLogger(__name__)
+CHANGING = ("create_model", "forward_backward", "optim_step")
+"""Operations that are applied again. Loading weights changes a run too, and is followed by a
+snapshot."""
+SNAPSHOT_S = 30.0
+"""Seconds of computing that a crash may cost a run: then its state is saved."""
+
+
+class NotReproduced(ServiceError):
+    """An operation that was applied again gave another answer (500)."""
+
+    code = "not_reproduced"
+
+
+@dataclass(frozen=True)
+class _Outcome:
+    content: bytes
+    is_json: bool = True
+    facts: tuple[Fact, ...] = ()
+    """What the operation made."""
+    needs_snapshot: bool = False
+
+
+def failure(error: ServiceError) -> Result:
+    """Returns the result of an operation that failed, as the SDK reads it."""
+    category = "user" if error.status < 500 else "server"
+    content = json.dumps({"error": str(error), "category": category}).encode()
+    return Result(ok=False, content=content, is_json=True)
+
+
+class Training:
+    """Applies the operations of all runs in one thread, taking turns.
+
+    Args:
+        learner: the models.
+        resident: the most runs in memory; those that were used longest ago give way.
+        finished: called with line and number when a result is on disk.
+    """
+
+    def __init__(
+        self,
+        learner: Learner,
+        state: State,
+        journal: Journal,
+        *,
+        resident: int,
+        finished: Callable[[str, int], None],
+    ) -> None:
+        self.turns = Turns(in_order=True)
+        self._learner = learner
+        self._state = state
+        self._journal = journal
+        self._most_resident = resident
+        self._finished = finished
+        self._thread = OneThread("tinker-learner")
+        self._resident: dict[str, float] = {}
+        """Seconds of computing since the snapshot, by run; the run that was used last is last."""
+        self._runs: dict[str, Run] = {}
+
+    async def work(self) -> None:
+        """Applies operations for ever."""
+        while True:
+            line, number = await self.turns.take()
+            run = self._runs[line]
+            operation = await self._journal.run(
+                partial(TinkerStore.operation, line=line, seq=number)
+            )
+            await self._apply(run, operation)
+            self.turns.done(line, number)
+            self._finished(line, number)
+
+    def start(self, run: Run, applied: int) -> None:
+        """Adds a run whose operations up to number `applied` have results."""
+        self._runs[run.id] = run
+        self.turns.start(run.id, applied + 1)
+
+    async def forget(self, run: Run) -> None:
+        """Removes a run from memory; its files stay."""
+        self._runs.pop(run.id, None)
+        if self._resident.pop(run.id, None) is not None:
+            await self._thread.call(self._learner.unload, run.id)
+
+    async def close(self) -> None:
+        """Waits for the operation in work."""
+        await self._thread.close()
+
+    async def _apply(self, run: Run, operation: Operation) -> None:
+        """Applies an operation and writes its result, with the snapshot that is due."""
+        run.used = time.time()
+        facts: list[Fact] = [run]
+        outdated = None
+        try:
+            await self._bring_back(run, operation)
+            started = time.monotonic()
+            outcome = await self._thread.call(self._compute, run, operation)
+            unsaved = self._resident.pop(run.id, 0.0) + time.monotonic() - started
+            self._resident[run.id] = unsaved
+            result = Result(ok=True, content=outcome.content, is_json=outcome.is_json)
+            facts += outcome.facts
+            if outcome.needs_snapshot or unsaved > SNAPSHOT_S:
+                outdated = await self._save(run, operation.seq)
+        except Exception as error:
+            result = await self._failed(run, operation, error)
+
+        repeatable = result.ok and operation.kind in CHANGING
+
+        def write(store: TinkerStore) -> None:
+            store.finish(run.id, operation.seq, result, repeatable=repeatable)
+            for fact in facts:
+                store.put(fact)
+            store.passed(run)
+
+        await self._journal.run(write)
+        await self._clean(facts, outdated)
+
+    async def _failed(self, run: Run, operation: Operation, error: Exception) -> Result:
+        """Returns the result of an operation that failed.
+
+        A refusal has changed nothing. What any other error has changed is not known: the run comes
+        back from its snapshot.
+        """
+        if isinstance(error, ServiceError) and error.status < 500:
+            return failure(error)
+        log.error("operation %s failed", operation.request_id, exc_info=error)
+        await self._lose(run)
+        if isinstance(error, ServiceError):
+            return failure(error)
+        text = f"{type(error).__name__}: {error}"
+        return failure(ServiceError(text, remedy="see the log of the server"))
+
+    async def _clean(self, facts: list[Fact], outdated: Path | None) -> None:
+        """Adds what is on disk now to the state, and removes what it replaces or outlives."""
+        for fact in facts:
+            replaced = self._state.add(fact)
+            if isinstance(replaced, Checkpoint) and replaced is not fact:
+                shutil.rmtree(self._state.files(replaced), ignore_errors=True)
+        if outdated is not None:
+            shutil.rmtree(outdated, ignore_errors=True)
+        for checkpoint in self._state.outdated():
+            await self._state.delete(checkpoint, self._journal)
+
+    # ------------------------------------------------------------ memory
+
+    async def _bring_back(self, run: Run, operation: Operation) -> None:
+        """Makes a run resident: its snapshot, and what was applied since."""
+        if run.id in self._resident:
+            return
+        while len(self._resident) >= self._most_resident:
+            await self._put_away(next(iter(self._resident)))
+        if operation.seq == 0:  # which creates it
+            return
+        if run.snapshot >= 0:
+            folder = self._state.folder(run) / f"state-{run.snapshot}"
+            await self._thread.call(self._learner.load, run.id, folder, optimizer=True)
+        started = time.monotonic()
+        for earlier, result in await self._journal.run(lambda store: store.since(run, CHANGING)):
+            again = await self._thread.call(self._compute, run, earlier)
+            if again.content != result.content:
+                await self._thread.call(self._learner.unload, run.id)
+                raise NotReproduced(
+                    f"operation {earlier.request_id} gave another answer when it was applied again",
+                    field="operation",
+                    value=earlier.request_id,
+                    remedy="compute with the same hardware, libraries and number of threads as "
+                    "before, or create a run from the last saved weights",
+                )
+        self._resident[run.id] = time.monotonic() - started
+
+    async def _put_away(self, name: str) -> None:
+        """Frees the memory of an idle run, after a snapshot of what is not saved."""
+        run = self._runs[name]
+        if self._resident[name]:
+            outdated = await self._save(run, self.turns.following(name) - 1)
+            await self._journal.run(partial(_note_snapshot, run=run))
+            if outdated is not None:
+                shutil.rmtree(outdated, ignore_errors=True)
+        await self._lose(run)
+
+    async def _lose(self, run: Run) -> None:
+        if self._resident.pop(run.id, None) is not None:
+            await self._thread.call(self._learner.unload, run.id)
+
+    async def _save(self, run: Run, number: int) -> Path | None:
+        """Saves a run as it is after operation `number`; returns the folder of the snapshot before,
+        which is needed until the new one is noted.
+        """
+        folder = self._state.folder(run)
+        outdated = folder / f"state-{run.snapshot}"
+        saved = folder / f"state-{number}"
+        if saved == outdated:
+            return None
+        await self._thread.call(self._learner.save, run.id, _fresh(saved), optimizer=True)
+        run.snapshot = number
+        self._resident[run.id] = 0.0
+        return outdated
+
+    # ------------------------------------------------------------ in the learner's thread
+
+    def _compute(self, run: Run, operation: Operation) -> _Outcome:
+        learner = self._learner
+        kind = operation.kind
+        if kind == "create_model":
+            spec = LoraSpec(
+                rank=run.rank,
+                seed=run.seed,
+                train_mlp=run.train_mlp,
+                train_attn=run.train_attn,
+                train_unembed=run.train_unembed,
+            )
+            learner.create(run.id, spec)
+            return _json(model_id=run.id, type=kind)
+        if kind in ("forward", "forward_backward"):
+            given = read_pass(operation.body)
+            compute = learner.forward if kind == "forward" else learner.forward_backward
+            outputs = compute(run.id, given.data, given.loss, given.config)
+            return _Outcome(write_outputs(outputs), is_json=False)
+        if kind == "optim_step":
+            adam = requests.parse(requests.OptimStep, operation.body).adam_params
+            return _json(metrics=learner.optim_step(run.id, AdamParams(**adam.model_dump())))
+        if kind == "load_weights":
+            return self._load(run, operation)
+        return self._export(run, operation)
+
+    def _load(self, run: Run, operation: Operation) -> _Outcome:
+        body = requests.parse(requests.LoadWeights, operation.body)
+        checkpoint = self._state.find(Checkpoint, body.path, run.owner)
+        if checkpoint.kind != "weights":
+            raise InvalidInput(
+                "these weights are for sampling",
+                field="path",
+                value=body.path,
+                remedy="load what save_state has saved: tinker://RUN/weights/NAME",
+            )
+        self._learner.load(run.id, self._state.files(checkpoint), optimizer=body.optimizer)
+        return _json(needs_snapshot=True, path=body.path, model_id=run.id, type="load_weights")
+
+    def _export(self, run: Run, operation: Operation) -> _Outcome:
+        """Saves weights: for training, for samplers, or for downloads."""
+        kinds: dict[str, tuple[str, type[Any]]] = {
+            "save_weights": ("weights", requests.SaveWeights),
+            "save_weights_for_sampler": ("sampler_weights", requests.SaveForSampler),
+            "save_weights_external": ("external_weights", requests.SaveExternal),
+        }
+        kind, form = kinds[operation.kind]
+        body = requests.parse(form, operation.body)
+        name = body.path or f"operation-{operation.seq}"
+        path = f"tinker://{run.id}/{kind}/{name}"
+        self._check_free(path, run, overwrite=getattr(body, "overwrite", False))
+        folder = f"{kind}-{operation.seq}"
+        files = _fresh(self._state.folder(run) / folder)
+        checksum = ""
+        if kind == "weights":
+            self._learner.save(run.id, files, optimizer=True)
+        else:
+            checksum = self._learner.export_adapter(run.id, files)
+
+        now = time.time()
+        checkpoint = Checkpoint(
+            path=path,
+            run=run.id,
+            kind=kind,
+            name=name,
+            folder=folder,
+            created=now,
+            size=sum(file.stat().st_size for file in files.iterdir()),
+            checksum=checksum,
+            expires=body.ttl_seconds and now + body.ttl_seconds,
+            about=getattr(body, "user_metadata", None),
+            unnamed=body.path is None,
+        )
+        number = getattr(body, "sampling_session_seq_id", None)
+        if number is None:
+            return _json(checkpoint, path=path, type=operation.kind)
+        sampler = Sampler(f"{run.session}:sample:{number}", run.session, run.owner, path)
+        return _json(
+            checkpoint, sampler, path=path, sampling_session_id=sampler.id, type=operation.kind
+        )
+
+    def _check_free(self, path: str, run: Run, *, overwrite: bool) -> None:
+        try:
+            self._state.find(Checkpoint, path, run.owner)
+        except NotFound:
+            return
+        if not overwrite:
+            raise Conflict(
+                "there are weights of this name",
+                field="path",
+                value=path,
+                remedy="use another name, delete them, or save_state(…, overwrite=True)",
+            )
+
+
+def _note_snapshot(store: TinkerStore, run: Run) -> None:
+    store.put(run)
+    store.passed(run)
+
+
+def _json(*facts: Fact, needs_snapshot: bool = False, **answer: object) -> _Outcome:
+    return _Outcome(json.dumps(answer).encode(), facts=facts, needs_snapshot=needs_snapshot)
+
+
+def _fresh(folder: Path) -> Path:
+    """Returns a folder that does not exist: what a killed process has left there is removed."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    shutil.rmtree(folder, ignore_errors=True)
+    return folder
