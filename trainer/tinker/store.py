@@ -52,7 +52,8 @@ class TinkerStore(SqliteStore):
         super().__init__(path, _SCHEMA)
         # It counts on when the latest results have been dropped: clients have seen their numbers.
         counted = self.db.execute("SELECT seq FROM sqlite_sequence WHERE name = 'results'")
-        (self._finished,) = counted.fetchone() or (0,)
+        last = counted.fetchone()
+        self._finished: int = last[0] if last else 0
 
     # ------------------------------------------------------------ facts
 
