@@ -133,14 +133,19 @@ def _recorded_answers(device: Device) -> None:
     """Records when the engines generate an answer, when it is received and when it is parsed."""
     arrived: dict[Any, float] = {}
     receive = RolloutClient._to_file
+    contents = RolloutClient._contents
     generate = RolloutClient.generate
 
     async def received(self: RolloutClient, pieces: Any) -> Path:
         start = time.perf_counter()
-        path = await receive(self, pieces)
+        file = await receive(self, pieces)
+        device.did("receive", start, time.perf_counter())
+        return file
+
+    async def answered(self: RolloutClient, *arguments: Any, **options: Any) -> Any:
+        found = await contents(self, *arguments, **options)
         arrived[asyncio.current_task()] = time.perf_counter()
-        device.did("receive", start, arrived[asyncio.current_task()])
-        return path
+        return found
 
     async def generated(self: RolloutClient, *arguments: Any, **options: Any) -> Any:
         start = time.perf_counter()
@@ -151,6 +156,7 @@ def _recorded_answers(device: Device) -> None:
         return completions
 
     RolloutClient._to_file = received  # type: ignore[method-assign]
+    RolloutClient._contents = answered  # type: ignore[method-assign]
     RolloutClient.generate = generated  # type: ignore[method-assign]
 
 

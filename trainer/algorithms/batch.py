@@ -294,8 +294,11 @@ class Batch:
     def mean_advantages(self) -> list[list[float]]:
         """Returns the mean |advantage| of every completion, by group. On rank 0."""
         assert self.advantages is not None
-        means = [float(np.abs(advantages).mean()) for advantages in self.advantages]
-        return [means[part] for part in self.parts]
+        # All rows at once: numpy takes longer for a call than for the tokens of a row.
+        lengths = self.lengths
+        of_row = np.repeat(range(len(lengths)), lengths)
+        means = np.bincount(of_row, np.abs(np.concatenate(self.advantages))) / lengths
+        return [means[part].tolist() for part in self.parts]
 
 
 def _pass_rates(groups: Sequence[TrainingGroup]) -> list[float]:

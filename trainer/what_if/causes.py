@@ -133,7 +133,7 @@ def template(facts: RunFacts) -> Cause | None:
 
 
 def leak(facts: RunFacts) -> Cause | None:
-    """The prompt states its own answer, or held-out problems were trained on."""
+    """The prompt states its own answer."""
 
     def states_answer(group: GroupTexts) -> bool:
         gold = gold_answer(group.ground_truth)
