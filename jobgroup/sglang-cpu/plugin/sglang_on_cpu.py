@@ -141,10 +141,8 @@ def _delta_rule(
     Returns outputs like v; changes the states [slots, value heads, V, K] of the sequences in place.
     """
     repeats = v.shape[2] // q.shape[2]
-    queries, keys = (
-        (x[0] * (x[0].square().sum(-1, keepdim=True) + 1e-6).rsqrt()).repeat_interleave(repeats, 1)
-        for x in (q, k)
-    )
+    units = [x[0] * (x[0].square().sum(-1, keepdim=True) + 1e-6).rsqrt() for x in (q, k)]
+    queries, keys = [unit.repeat_interleave(repeats, 1) for unit in units]
     queries = queries * q.shape[-1] ** -0.5
     outputs = torch.empty_like(v)
     ends = cu_seqlens.tolist()
@@ -181,7 +179,7 @@ def _delta_rule_step(
         k.unflatten(-1, (-1, key_dim)),
         v.unflatten(-1, (value_heads, value_dim)),
         (-A_log.exp() * softplus(a + dt_bias))[None],
-        b.sigmoid()[None],
+        beta=b.sigmoid()[None],
         initial_state=ssm_states,
         initial_state_indices=cache_indices,
         cu_seqlens=torch.arange(count + 1),
