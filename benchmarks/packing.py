@@ -204,7 +204,7 @@ class _Fused(torch.autograd.Function):  # type: ignore[misc]  # torch is not typ
         return first + second[0] if second else first * 1.0
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, ...]:
         return tuple(gradient + each for each in ctx.saved_tensors)
 
 

@@ -91,12 +91,15 @@ class CacheShape:
         kind = config["model_type"]
         heads = config["num_attention_heads"]
         layers = _kinds_of_layers(config)
-        channels, kernel, state = 0, 1, 0
+        channels = 0
+        kernel = 1
+        state = 0
         if kind in _CONVOLUTIONS:
             channels = config["hidden_size"]
             kernel = config["conv_L_cache"]
         elif kind in _STATES:
-            own, width, groups, group_width, kernel = (config[name] for name in _STATES[kind])
+            values = [config[name] for name in _STATES[kind]]
+            own, width, groups, group_width, kernel = values
             if width == "auto":
                 inner = config.get("mamba_d_ssm") or config["mamba_expand"] * config["hidden_size"]
                 width = inner // own
@@ -193,7 +196,9 @@ def engine_memory(
         room = max(0, gpu_bytes - of_gpu)
         rows = int(_EMBEDDED_SHARE * room) // (of_token * columns + states)
         rows = min(rows, config.rollout.max_running_requests)
-        return EngineMemoryEstimate(of_gpu, of_token, rows * columns, states, rows)
+        return EngineMemoryEstimate(
+            of_gpu, of_token, rows * columns, state_bytes=states, sequences=rows
+        )
 
     room = max(0, int(static_share * gpu_bytes) - of_gpu)
     if not cache.linear_layers:
@@ -202,5 +207,9 @@ def engine_memory(
     for_states = int(_STATES_SHARE * room)
     sequences = max(0, for_states // states - 1) // _STATES_OF_REQUEST
     return EngineMemoryEstimate(
-        of_gpu, of_token, (room - for_states) // of_token, states, sequences
+        of_gpu,
+        of_token,
+        (room - for_states) // of_token,
+        state_bytes=states,
+        sequences=sequences,
     )

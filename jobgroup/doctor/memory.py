@@ -104,7 +104,7 @@ def _engine_on_gpu(job: PlannedTask, plan: Plan) -> Iterator[Result]:
     folder = job.path(name)
     place = str(folder) if folder.exists() else name
     size = min(gpu.total for gpu in plan.gpus)
-    yield judge_engine("memory of an engine", place, plan.shapes[name], job.config, size)
+    yield judge_engine("memory of an engine", place, plan.shapes[name], job.config, size=size)
 
 
 def judge_trainer(
@@ -141,7 +141,7 @@ def judge_passes(config: Config) -> Iterator[Result]:
 
 
 def judge_engine(
-    title: str, model: str, content: Mapping[str, Any], config: Config, size: int
+    title: str, model: str, content: Mapping[str, Any], config: Config, *, size: int
 ) -> Result:
     """Judges what an engine keeps of sequences on GPUs of `size` bytes: a group should fit, and a
     completion must. `content` is the `config.json` of `model`.

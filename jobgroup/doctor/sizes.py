@@ -58,7 +58,9 @@ def predict(
         found = "the memory of an update of a model with linear layers cannot be estimated"
         yield Result("trainer", "warn", found, "watch nvidia-smi in a short run")
         for size in sizes:
-            yield judge_engine(f"engine on {size:g} GB", model, content, config, int(size * 1e9))
+            yield judge_engine(
+                f"engine on {size:g} GB", model, content, config, size=int(size * 1e9)
+            )
         return
     shape = ModelShape.of(content)
     yield Result("model", "ok", f"{shape.parameters:,} parameters ({model})")
@@ -80,7 +82,7 @@ def predict(
         if result.state != "ok":
             result = replace(result, fix=_changes(shape, env, gpus, room=room))
         yield result
-        yield judge_engine(f"engine on {size:g} GB", model, content, config, room)
+        yield judge_engine(f"engine on {size:g} GB", model, content, config, size=room)
 
 
 def _flow(shape: ModelShape, config: Config, gpus: int) -> Result:

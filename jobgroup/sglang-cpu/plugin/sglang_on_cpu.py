@@ -71,6 +71,8 @@ class TorchCpu(CpuSRTPlatform):  # type: ignore[misc]
         """SGLang's allocator for pages of one token; the one for larger pages is a GPU kernel."""
         from sglang.srt.mem_cache import allocator
 
+        _add_residuals_once()
+
         class TokenAllocator(allocator.TokenToKVPoolAllocator):  # type: ignore[misc]
             def __init__(self, size: int, *, page_size: int, **rest: Any) -> None:
                 if page_size != 1:
@@ -103,6 +105,24 @@ def _compute_linear_layers() -> None:
     layernorm_gated.RMSNorm.forward = _gated_norm
 
 
+@functools.cache
+def _add_residuals_once() -> None:
+    """Corrects SGLang's Granite 4 hybrid, whose last norm adds the input of the last layer's MLP
+    again. Called when all models are imported, and before any of them runs.
+    """
+    from sglang.srt.models import granitemoehybrid  # type: ignore[import-not-found]
+
+    def corrected(forward: Callable[..., Any]) -> Callable[..., Any]:
+        def forwarded(*arguments: Any, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
+            states, _residual = forward(*arguments, **options)
+            return states, torch.zeros_like(states)
+
+        return forwarded
+
+    for layer in granitemoehybrid.ALL_DECODER_LAYER_TYPES.values():
+        layer.forward = corrected(layer.forward)
+
+
 def _delta_rule(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -121,10 +141,8 @@ def _delta_rule(
     Returns outputs like v; changes the states [slots, value heads, V, K] of the sequences in place.
     """
     repeats = v.shape[2] // q.shape[2]
-    queries, keys = (
-        (x[0] * (x[0].square().sum(-1, keepdim=True) + 1e-6).rsqrt()).repeat_interleave(repeats, 1)
-        for x in (q, k)
-    )
+    units = [x[0] * (x[0].square().sum(-1, keepdim=True) + 1e-6).rsqrt() for x in (q, k)]
+    queries, keys = [unit.repeat_interleave(repeats, 1) for unit in units]
     queries = queries * q.shape[-1] ** -0.5
     outputs = torch.empty_like(v)
     ends = cu_seqlens.tolist()
@@ -161,7 +179,7 @@ def _delta_rule_step(
         k.unflatten(-1, (-1, key_dim)),
         v.unflatten(-1, (value_heads, value_dim)),
         (-A_log.exp() * softplus(a + dt_bias))[None],
-        b.sigmoid()[None],
+        beta=b.sigmoid()[None],
         initial_state=ssm_states,
         initial_state_indices=cache_indices,
         cu_seqlens=torch.arange(count + 1),
