@@ -2,6 +2,7 @@
 a batch, padded and packed, and the MFU.
 
     python -m benchmarks.packing
+    python -m benchmarks.packing --compiled --models "Qwen3.5 9B"
 
 The rows are those of `benchmarks.update`: groups of 8 completions with a heavy tail of lengths, of
 400 tokens in the mean, after prompts of 200. They are cut into micro-batches as in a run. Layers
@@ -9,7 +10,8 @@ run forward and backward on tensors without contents, as in `benchmarks.roofline
 every torch operation is a kernel, so the MFU is lower than that of a run. Attention kernels are
 counted by the pairs of tokens that they look at, and the scan of a linear layer (flash-linear-
 attention) by its FLOPs and kernels. A mixture is counted as a dense layer of the experts that a
-token is routed to.
+token is routed to. With `--compiled`, norms and MLP around a linear layer are compiled, as
+`trainer.compile` does it: a norm and a gate are one kernel each way.
 
 This is a prediction; nothing ran on a GPU.
 """
@@ -193,6 +195,31 @@ class _Scans:
         return result, state
 
 
+class _Fused(torch.autograd.Function):  # type: ignore[misc]  # torch is not typed here
+    """Stands for a compiled norm of one tensor, or a gate of two: each is read once each way."""
+
+    @staticmethod
+    def forward(ctx: Any, first: Tensor, *second: Tensor) -> Tensor:
+        ctx.save_for_backward(first, *second)
+        return first + second[0] if second else first * 1.0
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, ...]:
+        return tuple(gradient + each for each in ctx.saved_tensors)
+
+
+def _compile_around(layer: Any) -> None:
+    """Compiles the norms and the MLP of a decoder layer."""
+
+    def gated(states: Tensor) -> Tensor:
+        mlp = layer.mlp
+        return mlp.down_proj(_Fused.apply(mlp.gate_proj(states), mlp.up_proj(states)))
+
+    layer.input_layernorm.forward = _Fused.apply
+    layer.post_attention_layernorm.forward = _Fused.apply
+    layer.mlp.forward = gated
+
+
 @contextmanager
 def _stand_ins(scans: _Scans) -> Iterator[None]:
     with (
@@ -204,13 +231,16 @@ def _stand_ins(scans: _Scans) -> Iterator[None]:
         yield
 
 
-def layer_seconds(kind: Kind, layer: str, laid_out: Layout) -> float:
+def layer_seconds(kind: Kind, layer: str, laid_out: Layout, compiled: bool) -> float:
     """Returns the seconds of the kernels of a layer, forward and backward, without attention
-    kernels: what a second layer adds to one.
+    kernels: what a second layer adds to one. `compiled` is what is around a linear layer.
     """
     found: list[float] = []
     for count in (1, 2):
         model = kind.model(layer, count)
+        if compiled and layer == "linear_attention":
+            for each in model.model.layers:
+                _compile_around(each)
         layout_for(model, "on" if isinstance(laid_out, Packed) else "off")
         scans = _Scans(kind)
         with _stand_ins(scans):
@@ -268,7 +298,9 @@ def attention_seconds(
     return seconds, 3.5 * needed
 
 
-def batch_seconds(kind: Kind, rows: Rows, layout: type[Layout], tokens: int) -> tuple[float, int]:
+def batch_seconds(
+    kind: Kind, rows: Rows, layout: type[Layout], tokens: int, compiled: bool = False
+) -> tuple[float, int]:
     """Returns the seconds of all decoder layers for a batch, and the tokens that they compute."""
     prompts, completions = rows
     known: dict[int, int] = {}
@@ -285,7 +317,7 @@ def batch_seconds(kind: Kind, rows: Rows, layout: type[Layout], tokens: int) -> 
         laid_out = layout.of(*own)
         computed += laid_out.input_ids.numel()
         for layer, count in kind.layers.items():
-            of_kernels = layer_seconds(kind, layer, laid_out)
+            of_kernels = layer_seconds(kind, layer, laid_out, compiled)
             seconds += count * (of_kernels + attention_seconds(kind, layer, own, layout)[0])
     return seconds, computed
 
@@ -310,6 +342,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=16_384, help="tokens of the batch")
     parser.add_argument("--prompt", type=int, default=200, help="tokens of a prompt")
     parser.add_argument("--completion", type=int, default=400, help="mean tokens of a completion")
+    parser.add_argument("--compiled", action="store_true", help="what is around a linear layer")
     options = parser.parse_args()
     rows = groups(options.batch, prompt=options.prompt, completion=options.completion)
     for name in options.models:
@@ -320,7 +353,7 @@ def main() -> None:
         kind = KINDS[name]
         flops = needed_flops(kind, rows)
         for layout in (Padded, Packed):
-            seconds, computed = batch_seconds(kind, rows, layout, options.tokens)
+            seconds, computed = batch_seconds(kind, rows, layout, options.tokens, options.compiled)
             reached = flops / (BEYOND * seconds) / PEAK
             table.add_row(
                 layout.__name__.lower(),

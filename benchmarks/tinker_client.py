@@ -8,8 +8,8 @@ import time
 from typing import Any
 
 import numpy as np
-import tinker
-from tinker import types
+import tinker  # type: ignore[import-not-found, unused-ignore]
+from tinker import types  # type: ignore[import-not-found, unused-ignore]
 
 
 def main(url: str, model: str, work: dict[str, int]) -> None:

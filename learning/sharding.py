@@ -73,7 +73,8 @@ def prepare(model: Any, settings: TrainerSection, trained: bool, device: torch.d
     if not (compiled or checkpointing):
         return
     for layer in layers(model):
-        # Calls over rows would be a graph each, and leave a layer that is computed again in parts.
+        # Calls over rows would be a graph each, and leave a layer that is computed again in parts:
+        # then what is around the linear layer is compiled, mostly norms and an MLP.
         in_one_graph = not any(is_by_rows(module) for module in layer.modules())
         if checkpointing == "selective":
             # Inside the compiled module, so that the compiler knows what to keep.
@@ -83,6 +84,10 @@ def prepare(model: Any, settings: TrainerSection, trained: bool, device: torch.d
             )
         if compiled and in_one_graph:
             layer.forward = _compiled(layer.forward)
+        elif compiled and checkpointing != "selective":  # which sees operators, not graphs
+            for part in layer.children():
+                if not is_by_rows(part):
+                    part.forward = _compiled(part.forward)
         if checkpointing is True:
             layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
 

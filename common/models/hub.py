@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Collection
 from concurrent.futures import wait
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -249,6 +250,21 @@ def text_config(name: str, ask_hub: bool = False) -> dict[str, Any]:
     except (OSError, ValueError, AttributeError):
         return {}
     return text if isinstance(text, dict) else {}
+
+
+def stored_bytes(name: str) -> int:
+    """Returns the bytes of the weights in the files of a model directory or of a model on the hub;
+    0 when they are not there, or the hub does not answer.
+    """
+    if Path(name).is_dir():
+        return sum(file.stat().st_size for file in Path(name).glob("*.safetensors"))
+    import huggingface_hub as hub  # slow to import
+
+    with suppress(Exception):  # whoever loads the model reports the error
+        ask = partial(hub.HfApi().model_info, name, files_metadata=True, timeout=REACH_S)
+        files = patiently(ask, REACH_S).siblings or []
+        return sum(file.size or 0 for file in files if file.rfilename.endswith(".safetensors"))
+    return 0
 
 
 def _not_found(problem: str, *, field: str, name: str, remedy: str) -> ConfigError:

@@ -1,10 +1,10 @@
 """Estimates the memory of a run from the model's `config.json` and the settings, without loading
 anything.
 
-There are two estimates: a trainer process's peak GPU memory during an update, and an engine's
-memory for its KV cache. What follows from shapes (weights, gradients, optimiser, KV cache) is
-exact; activations are those of transformers' decoder layers. `benchmarks/rehearsal.py` compares
-both with a rehearsed update. The overhead of torch, NCCL and CUDA is a guess.
+The estimate is a trainer process's peak GPU memory during an update; engines are in
+`common.models.cache`. What follows from shapes (weights, gradients, optimiser) is exact;
+activations are those of transformers' decoder layers. `benchmarks/rehearsal.py` compares it with a
+rehearsed update. The overhead of torch, NCCL and CUDA is a guess.
 """
 
 from collections.abc import Mapping
@@ -16,7 +16,7 @@ from typing import Any, Literal, NamedTuple
 from common.errors import ConfigError
 from common.settings.config import Config
 
-_KNOWN = {
+KNOWN = {
     "llama": "no",
     "mistral": "no",
     "phi3": "no",
@@ -66,7 +66,7 @@ class ModelShape:
     tied: bool
     """Whether the head shares the embedding's weights."""
     extra: str = "no"
-    """A value of `_KNOWN`."""
+    """A value of `KNOWN`."""
     experts: int = 0
     """Experts of a layer; 0 for a dense MLP."""
     experts_per_token: int = 0
@@ -75,12 +75,12 @@ class ModelShape:
     def of(cls, config: Mapping[str, Any]) -> "ModelShape":
         """Reads a model's `config.json`. Raises ConfigError for an unknown architecture."""
         kind = config.get("model_type")
-        if kind not in _KNOWN:
+        if kind not in KNOWN:
             raise ConfigError(
                 "the memory that this architecture needs cannot be estimated",
                 field="model_type",
                 value=kind,
-                remedy=f"the known architectures are {', '.join(_KNOWN)}",
+                remedy=f"the known architectures are {', '.join(KNOWN)}",
             )
         mixture = kind in _MIXTURES
         if mixture and (config.get("mlp_only_layers") or config.get("decoder_sparse_step", 1) != 1):
@@ -101,17 +101,12 @@ class ModelShape:
                 head_dim=config.get("head_dim") or config["hidden_size"] // heads,
                 vocabulary=config["vocab_size"],
                 tied=bool(config.get("tie_word_embeddings", kind in ("qwen2", "gemma3_text"))),
-                extra=_KNOWN[kind],
+                extra=KNOWN[kind],
                 experts=_experts(config) if mixture else 0,
                 experts_per_token=config["num_experts_per_tok"] if mixture else 0,
             )
         except KeyError as error:
-            raise ConfigError(
-                "the model's configuration is incomplete",
-                field="config.json",
-                value=error.args[0],
-                remedy="restore the model's config.json",
-            ) from None
+            raise incomplete(error) from None
 
     @property
     def layer_parameters(self) -> int:
@@ -220,6 +215,16 @@ class ModelShape:
         return width * (attention + mlp)
 
 
+def incomplete(error: KeyError) -> ConfigError:
+    """Returns the error for a `config.json` without this key."""
+    return ConfigError(
+        "the model's configuration is incomplete",
+        field="config.json",
+        value=error.args[0],
+        remedy="restore the model's config.json",
+    )
+
+
 def _experts(config: Mapping[str, Any]) -> int:
     """Returns the experts of a layer; transformers 5 writes another name than the hub has."""
     return int(config.get("num_local_experts") or config["num_experts"])
@@ -300,7 +305,7 @@ def trainer_memory(
     parallel = config.parallel
     lora = config.lora
     size = group_size(config, ranks)
-    width = width or _number_bytes(config)
+    width = width or number_bytes(config)
     trained = _trained_parameters(shape, config)
     frozen = shape.parameters if lora.rank else 0
     on_gpu = not parallel.offload_optimizer
@@ -346,7 +351,7 @@ def state_bytes(config: Config) -> int:
     return _MASTER + 2 * moment
 
 
-def _number_bytes(config: Config) -> int:
+def number_bytes(config: Config) -> int:
     """Returns the bytes of a number of `model.dtype`."""
     return 2 if config.model.dtype == "bfloat16" else _MASTER
 
@@ -587,45 +592,7 @@ def trainer_host_bytes(shape: ModelShape, config: Config, ranks: int, ranks_per_
         # Weights, gradients and AdamW's two moments, and the frozen model of an adapter.
         frozen = shape.parameters if lora.rank else 0
         of_rank += (
-            (state_bytes(config) + _MASTER) * trained + _number_bytes(config) * frozen
+            (state_bytes(config) + _MASTER) * trained + number_bytes(config) * frozen
         ) // size
 
     return checkpoint + copies * 2 * published + ranks_per_node * of_rank
-
-
-@dataclass(frozen=True)
-class EngineMemoryEstimate:
-    """Memory in bytes of each of the `rollout.tensor_parallel_size` GPUs of an engine, which hold
-    equal shares.
-    """
-
-    weights: int
-    kv_bytes_per_token: int
-    kv_tokens: int
-    """Capacity of the KV cache in tokens; 0 when not even the weights fit."""
-
-
-def engine_memory(
-    shape: ModelShape, config: Config, gpu_bytes: int, static_share: float = 0.85
-) -> EngineMemoryEstimate:
-    """Estimates SGLang's KV cache on a GPU of which it takes `static_share`
-    (`--mem-fraction-static`).
-
-    Raises ConfigError when `rollout.tensor_parallel_size` does not divide the heads.
-    """
-    size = config.rollout.tensor_parallel_size
-    width = _number_bytes(config)
-    if shape.heads % size:
-        raise ConfigError(
-            f"the model's {shape.heads} attention heads cannot be divided among {size} GPUs",
-            field="rollout.tensor_parallel_size",
-            value=size,
-            remedy=f"use a divisor of {shape.heads}",
-        )
-    weights = width * shape.parameters // size
-    kv_heads = max(1, shape.kv_heads // size)  # a KV head cannot be split
-    per_token = 2 * width * shape.layers * shape.head_dim * kv_heads
-    room = max(0, int(static_share * gpu_bytes) - weights)
-    return EngineMemoryEstimate(
-        weights=weights, kv_bytes_per_token=per_token, kv_tokens=room // per_token
-    )

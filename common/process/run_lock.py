@@ -87,7 +87,7 @@ class RunLock:
     def __exit__(self, *_: object) -> None:
         self._ended.set()
         self._beating.join()
-        if self._thief is None:
+        if not self._was_taken_over():
             os.ftruncate(self._file, 0)  # so that the next run need not watch for a heartbeat
         os.close(self._file)
 
@@ -153,12 +153,17 @@ class RunLock:
 
     def _beat(self) -> None:
         while not self._ended.wait(_BEAT_S):
-            found = self._read()
-            if found and found.get("token") != self._own["token"]:
-                self._thief = found
+            if self._was_taken_over():
                 return
             self._own["beat"] += 1
             self._write()
+
+    def _was_taken_over(self) -> bool:
+        """Whether another run has written its entry over this one's."""
+        found = self._read()
+        if found and found.get("token") != self._own["token"]:
+            self._thief = found
+        return self._thief is not None
 
     def _read(self) -> Json:
         """Returns the holder's entry in the file; empty when nobody holds the directory."""

@@ -418,8 +418,8 @@ def _reproducible(config: Settings) -> Iterator[str]:
         )
     if config.trainer.routing_replay:
         yield (
-            "reproducible needs a model without experts, and {trainer.routing_replay} one with "
-            "them: leave one of the two out"
+            "a reproducible engine does not record the experts that {trainer.routing_replay} "
+            "replays: leave one of the two out"
         )
     kind = config.environment.name.partition(":")[0]
     if kind not in ("", "python"):

@@ -2,19 +2,23 @@
 `common.models.memory`.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from typing import Any
 
 from common.errors import ConfigError
+from common.models import hub
+from common.models.cache import CacheShape, engine_memory
 from common.models.memory import (
     FITS_SHARE,
     LONG_PROMPT,
     ModelShape,
     TrainerMemory,
     answers_of_pass,
-    engine_memory,
     fastest_fit,
     form,
     full_pass,
+    number_bytes,
     trainer_host_bytes,
     trainer_memory,
 )
@@ -50,21 +54,27 @@ def check_fit(plan: Plan) -> Iterator[Result]:
         return
     try:
         shape = ModelShape.of(plan.shapes[name])
+        yield Result("model", "ok", f"{shape.parameters:,} parameters ({name})")
     except ConfigError as error:
+        shape = None
         fix = "watch nvidia-smi in a first run with --env MAX_STEPS=3"
         yield Result(TITLE, "warn", f"{error.message}: {error.value}", fix)
-        return
-
-    yield Result("model", "ok", f"{shape.parameters:,} parameters ({name})")
     if plan.gpus:
         for job in jobs:
-            try:
-                yield from _on_gpu(job, shape, plan)
-            except ConfigError as error:
-                yield failed(f"memory of {job.name}", error)
-    else:
+            yield from _on_gpus(job, shape, plan)
+    elif shape is not None:
         found = "not judged: there is no GPU here, and --plan judges a model for a cluster's"
         yield Result(TITLE, "ok", found)
+
+
+def _on_gpus(job: PlannedTask, shape: ModelShape | None, plan: Plan) -> Iterator[Result]:
+    try:
+        if job.name == ROLLOUT:
+            yield from _engine_on_gpu(job, plan)
+        elif shape is not None:
+            yield from _trainer_on_gpu(job, shape, plan)
+    except ConfigError as error:
+        yield failed(f"memory of {job.name}", error)
 
 
 def parts(estimate: TrainerMemory) -> str:
@@ -72,13 +82,8 @@ def parts(estimate: TrainerMemory) -> str:
     return ", ".join(f"{name} {gb(size)}" for name, size in vars(estimate).items() if size)
 
 
-def _on_gpu(job: PlannedTask, shape: ModelShape, plan: Plan) -> Iterator[Result]:
+def _trainer_on_gpu(job: PlannedTask, shape: ModelShape, plan: Plan) -> Iterator[Result]:
     size = min(gpu.total for gpu in plan.gpus)
-    if job.name == ROLLOUT:
-        if job.uses_sglang and job.config.rollout.device != "cpu":
-            yield judge_engine("memory of an engine", shape, job.config, size)
-        return
-
     ranks = job.num_nodes * max(1, min(job.gpus, len(plan.gpus)))
     title = f"memory of {job.name}"
     yield from judge_passes(job.config)
@@ -90,6 +95,16 @@ def _on_gpu(job: PlannedTask, shape: ModelShape, plan: Plan) -> Iterator[Result]
         found = f"{gb(needed)} of {gb(left)} {bound}, while a checkpoint is copied"
         fix = "less offloading, LoRA, or a machine with more"
         yield fits(f"CPU {title}", found, needed=needed, available=left, fix=fix)
+
+
+def _engine_on_gpu(job: PlannedTask, plan: Plan) -> Iterator[Result]:
+    name = job.config.model.name
+    if job.config.rollout.device == "cpu":
+        return
+    folder = job.path(name)
+    place = str(folder) if folder.exists() else name
+    size = min(gpu.total for gpu in plan.gpus)
+    yield judge_engine("memory of an engine", place, plan.shapes[name], job.config, size=size)
 
 
 def judge_trainer(
@@ -125,18 +140,31 @@ def judge_passes(config: Config) -> Iterator[Result]:
     yield expect("passes of the longest answers", fill >= _FULL, found, fix, otherwise="warn")
 
 
-def judge_engine(name: str, shape: ModelShape, config: Config, size: int) -> Result:
-    """Judges the KV cache of SGLang on GPUs of `size` bytes: a group should fit, and a completion
-    must.
+def judge_engine(
+    title: str, model: str, content: Mapping[str, Any], config: Config, *, size: int
+) -> Result:
+    """Judges what an engine keeps of sequences on GPUs of `size` bytes: a group should fit, and a
+    completion must. `content` is the `config.json` of `model`.
     """
     share = config.rollout.engine_argument("--mem-fraction-static")
-    engine = engine_memory(shape, config, size, static_share=float(share or _STATIC))
+    cache = CacheShape.of(content)
+    engine = engine_memory(
+        cache,
+        weight_bytes(model, content, config),
+        config,
+        gpu_bytes=size,
+        static_share=float(share or _STATIC),
+    )
     tokens = engine.kv_tokens
     completion = LONG_PROMPT + config.sampling.max_new_tokens
+    fitting = engine.completions(completion)
+    states = ""
+    if cache.linear_layers:
+        states = f", states of {gb(engine.state_bytes)} for each of {engine.sequences:,} at once"
     found = (
         f"weights {gb(engine.weights)} on each of {config.rollout.tensor_parallel_size} GPUs, "
         f"{gb(tokens * engine.kv_bytes_per_token)} left for the KV cache: "
-        f"{tokens:,} tokens, {tokens // completion:,} completions of {completion:,}"
+        f"{tokens:,} tokens{states}, {fitting:,} completions of {completion:,}"
     )
     fix = (
         "raise rollout.tensor_parallel_size and the GPUs of a node with it "
@@ -144,7 +172,23 @@ def judge_engine(name: str, shape: ModelShape, config: Config, size: int) -> Res
         "or --mem-fraction-static in rollout.engine_args; "
         "lower sampling.max_new_tokens, or use a smaller model"
     )
-    group_fits = tokens >= completion * config.sampling.group_size
-    return expect(
-        name, group_fits, found, fix, otherwise="warn" if tokens >= completion else "fail"
-    )
+    group_fits = fitting >= config.sampling.group_size
+    return expect(title, group_fits, found, fix, otherwise="warn" if fitting else "fail")
+
+
+def weight_bytes(model: str, content: Mapping[str, Any], config: Config) -> int:
+    """Returns the bytes of a model's weights in an engine: counted, or where the architecture is
+    not known, those of its files, which are mostly in bfloat16. Raises ConfigError without either.
+    """
+    with suppress(ConfigError):
+        return number_bytes(config) * ModelShape.of(content).parameters
+    found = hub.stored_bytes(model)
+    if not found:
+        raise ConfigError(
+            "the weights of this architecture can only be counted in its files, and there are none",
+            field="model.name",
+            value=model,
+            remedy="name a directory with *.safetensors, or a model that the hub has",
+        )
+    of_file = content.get("dtype") or content.get("torch_dtype")
+    return found * number_bytes(config) // (4 if of_file == "float32" else 2)

@@ -10,6 +10,7 @@ from dataclasses import replace
 
 from common.errors import ConfigError
 from common.models import hub
+from common.models.cache import CacheShape
 from common.models.flow import answer_flow
 from common.models.memory import (
     FITS_SHARE,
@@ -20,7 +21,7 @@ from common.models.memory import (
     trainer_memory,
 )
 from common.settings.config import Config, load
-from jobgroup.doctor.memory import judge_engine, judge_passes, judge_trainer
+from jobgroup.doctor.memory import judge_engine, judge_passes, judge_trainer, weight_bytes
 from jobgroup.doctor.report import Result, gb
 
 SIZES = (24, 40, 48, 80, 141, 180)
@@ -50,7 +51,18 @@ def predict(
     """
     config = load([], env)
     hub.check_model(model, "--plan")
-    shape = ModelShape.of(hub.text_config(model, ask_hub=True))
+    content = hub.text_config(model, ask_hub=True)
+    sizes = (only_gb,) if only_gb else SIZES
+    if CacheShape.of(content).linear_layers:
+        yield Result("model", "ok", f"{gb(weight_bytes(model, content, config))} ({model})")
+        found = "the memory of an update of a model with linear layers cannot be estimated"
+        yield Result("trainer", "warn", found, "watch nvidia-smi in a short run")
+        for size in sizes:
+            yield judge_engine(
+                f"engine on {size:g} GB", model, content, config, size=int(size * 1e9)
+            )
+        return
+    shape = ModelShape.of(content)
     yield Result("model", "ok", f"{shape.parameters:,} parameters ({model})")
 
     held = trainer_memory(shape, config, gpus).held
@@ -64,13 +76,13 @@ def predict(
     yield Result("CPU memory", "ok", found)
     yield _flow(shape, config, gpus)
 
-    for size in (only_gb,) if only_gb else SIZES:
+    for size in sizes:
         room = int(size * 1e9)
         result = judge_trainer(f"trainer on {size:g} GB", shape, config, gpus, room=room, fix="")
         if result.state != "ok":
             result = replace(result, fix=_changes(shape, env, gpus, room=room))
         yield result
-        yield judge_engine(f"engine on {size:g} GB", shape, config, room)
+        yield judge_engine(f"engine on {size:g} GB", model, content, config, size=room)
 
 
 def _flow(shape: ModelShape, config: Config, gpus: int) -> Result:

@@ -57,7 +57,7 @@ class AdapterRegistry:
     def __init__(self, module: Any) -> None:
         self._weights = {name: parameter.data for name, parameter in module.named_parameters()}
         head = module.get_output_embeddings()
-        (prefix,) = (name for name, part in module.named_modules() if part is head)
+        prefix = next(name for name, part in module.named_modules() if part is head)
         self._head_weight = f"{prefix}.weight"
         self._head = head
         self._tied: Any = None

@@ -20,7 +20,7 @@ from learning.batch_independence import check_batch_independence, next_logprobs,
 from learning.parking import storages
 from learning.routing import Experts, Routers
 from services.engine.attention import attending_to, replace_attention
-from services.engine.blocks import BlockPasses, attended_columns
+from services.engine.blocks import BlockPasses, attended_columns, compute_experts_in_blocks
 from services.engine.cache import SlotCache
 from services.engine.failures import SGLANG, described, remedy
 from services.engine.graphs import Record, StepGraphs, recorder
@@ -65,6 +65,7 @@ class Decoder:
         self.blocks: BlockPasses | None = None
         if deterministic:
             self.blocks = BlockPasses(self.cache, self._forward_block)
+            compute_experts_in_blocks(module)
         self.graphs: StepGraphs | None = None
         if self.device.type == "cuda" and not deterministic:
             self.graphs = StepGraphs(self._step, self._recorder(), self.device)

@@ -423,7 +423,9 @@ FORMATS = (
         ),
         # The models write `json` or `code`, with its mark or without, and often in `analysis`.
         _named_json(
-            r"(?P<name>[^\s<]+)(?:<\|channel\|>(?:analysis|commentary))?(?:\s*<\|constrain\|>)?"
+            r"(?P<name>[^\s<]+)"
+            r"(?:<\|channel\|>(?:analysis|commentary))?"
+            r"(?:\s*<\|constrain\|>)?"
             r"\s*[a-z]*<\|message\|>"
         ),
     ),
@@ -433,7 +435,10 @@ FORMATS = (
             "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", markup="<｜tool▁calls▁(?:begin|end)｜>"
         ),
         _named_json(
-            r"(?:function<｜tool▁sep｜>)?(?P<name>[^\s<{]+)(?:<｜tool▁sep｜>)?(?:\s*```json)?"
+            r"(?:function<｜tool▁sep｜>)?"
+            r"(?P<name>[^\s<{]+)"
+            r"(?:<｜tool▁sep｜>)?"
+            r"(?:\s*```json)?"
         ),
     ),
     CallFormat(
@@ -445,7 +450,8 @@ FORMATS = (
         ),
         # The template repeats the id before the result of its call.
         _named_json(
-            r"(?P<id>(?:functions\.)?(?P<name>[^\s<:]+)(?::\d+)?)\s*<\|tool_call_argument_begin\|>"
+            r"(?P<id>(?:functions\.)?(?P<name>[^\s<:]+)(?::\d+)?)"
+            r"\s*<\|tool_call_argument_begin\|>"
         ),
     ),
     CallFormat(
@@ -469,7 +475,10 @@ FORMATS = (
             thought=r"\A\s*+\[THINK\](?P<thought>.*?)(?:\[/THINK\]|\Z)",
         ),
         _named_json(
-            r"(?P<name>[^\s\[{]+)(?:\[CALL_ID\](?:(?P<id>[A-Za-z0-9]{9})(?=\[)|[^\[]*))?(?:\[ARGS\])?"
+            r"(?P<name>[^\s\[{]+)"
+            # An id is nine letters and digits before the next mark; what is not one is skipped.
+            r"(?:\[CALL_ID\](?:(?P<id>[A-Za-z0-9]{9})(?=\[)|[^\[]*))?"
+            r"(?:\[ARGS\])?"
         ),
     ),
     CallFormat("Mistral lists", _pieces(r"\[TOOL_CALLS\]", r"\Z"), _read_json),

@@ -39,6 +39,9 @@ _CPU_ENV = {
     "SGLANG_PLATFORM": "torch_cpu",  # jobgroup/sglang-cpu/plugin
     # SGLang's own CPU platform needs operators that have no CPU build
     "SGLANG_USE_CPU_ENGINE": "0",
+    # Kernels of linear layers exist in Triton alone, which compiles for GPUs only.
+    "TRITON_INTERPRET": "1",
+    "SGLANG_MAMBA_CONV_DTYPE": "float32",
 }
 _CPU_OPTIONS = {
     "device": "cpu",
@@ -49,6 +52,8 @@ _CPU_OPTIONS = {
     "mem-fraction-static": 0.3,
     "skip-server-warmup": True,
     "sleep-on-idle": True,  # otherwise the idle scheduler keeps a core busy
+    "mamba-radix-cache-strategy": "no_buffer",  # the only one for a CPU, without overlap
+    "disable-overlap-schedule": True,
     "enable-fp32-lm-head": False,  # everything is float32
     "moe-runner-backend": None,
 }

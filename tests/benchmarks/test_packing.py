@@ -29,4 +29,6 @@ def test_packed_layers_take_less_time_than_padded_ones(name: str) -> None:
     packed, fewer = batch_seconds(kind, rows, Packed, tokens=16_384)
     assert fewer < more
     assert 0 < packed < padded
+    compiled, _ = batch_seconds(kind, rows, Packed, tokens=16_384, compiled=True)
+    assert (compiled < packed) == ("linear_attention" in kind.layers)
     assert needed_flops(kind, rows) > 0

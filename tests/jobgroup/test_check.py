@@ -12,7 +12,6 @@ import yaml
 
 from common.models.memory import (
     FITS_SHARE,
-    engine_memory,
     fastest_fit,
     trainer_host_bytes,
     trainer_memory,
@@ -21,7 +20,7 @@ from common.settings.config import load
 from jobgroup import spec
 from jobgroup.local.placement import share_gpus
 from tests.support.jobgroups.check import shell_fault
-from tests.support.models.model_shapes import GPU, QWEN_05B, QWEN_7B
+from tests.support.models.model_shapes import GPU, QWEN_05B, QWEN_7B, engine_of
 from tests.support.paths import ROOT
 
 PYTHON = ROOT / ".venv-sky" / "bin" / "python"
@@ -457,7 +456,7 @@ def test_the_large_variant_fits_its_gpus_and_nodes(monkeypatch: pytest.MonkeyPat
     assert (
         trainer_host_bytes(QWEN_7B, config, ranks, trainer.gpus) < 256e9
     )  # the `memory` it requests
-    engine = engine_memory(QWEN_7B, config, GPU)
+    engine = engine_of(QWEN_7B, config, GPU)
     wanted = config.rollout.max_running_requests * (config.sampling.max_new_tokens + 512)
     assert engine.kv_tokens > wanted
     without = config.with_memory_use(False, True, fastest.trainer.pass_tokens)
@@ -481,7 +480,7 @@ def test_the_model_fits_every_gpu_that_skypilot_may_choose(
                 wanted = config.rollout.max_running_requests * (
                     config.sampling.max_new_tokens + 512
                 )
-                assert engine_memory(shape, config, size).kv_tokens > wanted
+                assert engine_of(shape, config, size).kv_tokens > wanted
             else:
                 ranks = task.num_nodes * count
                 fastest = fastest_fit(shape, config, ranks, FITS_SHARE * size)

@@ -89,7 +89,7 @@ def test_the_doctor_takes_a_volume_into_account_only_where_it_is_mounted(tmp_pat
     assert state_dir(local) == Path("runs/small/state")
 
 
-@pytest.mark.parametrize("kind", ["", "-7b", "-ppo", "-spot", "-tools"])
+@pytest.mark.parametrize("kind", ["", "-7b", "-spot", "-tools"])
 def test_the_volumes_have_room_for_what_the_doctor_expects(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -80,15 +80,25 @@ def test_layers_that_are_computed_again(kept: bool | str) -> None:
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 @pytest.mark.slow
 @pytest.mark.usefixtures("_shared")
-def test_layers_that_are_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those with a linear layer, whose rows change with each micro-batch, are not."""
+@pytest.mark.parametrize("checkpointing", [True, False, "selective"])
+def test_layers_that_are_compiled(
+    checkpointing: bool | str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of those with a linear layer, whose rows change with each micro-batch, the other parts."""
     # Only the graphs of dynamo and autograd matter here, so the slow C++ compiler is left out.
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
     model = hybrid("lfm2")
     layout_for(model, "on")
-    settings = TrainerSection(activation_checkpointing=True, compile=True)
+    settings = TrainerSection.model_validate(
+        {"activation_checkpointing": checkpointing, "compile": True}
+    )
     prepare(model, settings, trained=True, device=torch.device("cpu"))
     model.train()
+    torch.compiler.reset()  # else graphs of another run serve this one
+    linear = model.model.layers[0]
+    compiled = {name for name, part in linear.named_children() if "forward" in vars(part)}
+    around = {"feed_forward", "operator_norm", "ffn_norm"}
+    assert compiled == {"conv"} | (around if checkpointing != "selective" else set())
     counters.clear()
     for name in ("groups", "mixed"):
         assert_same(results(model, Packed, name), alone(hybrid("lfm2"), name))

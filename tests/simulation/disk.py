@@ -1,22 +1,24 @@
-"""Disks: what is left on them when a process ends at any moment, and when they are full."""
+"""Disks: what is left on them when a process ends at any moment, and when writes fail."""
 
 import re
 import shutil
 import sqlite3
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 _SETS_SYNC = re.compile(r"PRAGMA synchronous = (\w+)")
+_WRITES = ("INSERT", "REPLACE", "UPDATE", "DELETE", "COMMIT")
 
 
 class Disk:
     """The files of a process.
 
     A power failure leaves what was written by then, without what SQLite did not sync. It may strike
-    between any two statements: a statement asks `at_statement` first.
+    between any two statements: a statement calls `at_statement` first.
     """
 
     def __init__(self, root: Path, cut: Callable[[int], int]) -> None:
@@ -25,8 +27,9 @@ class Disk:
         self._lives = 0
         self._unsynced: set[str] = set()
         """Databases whose commits SQLite does not sync."""
-        self._connections: list[sqlite3.Connection] = []
         self.at_statement: Callable[[], None] = lambda: None
+        self.problem: int | None = None
+        """SQLite's code of the error that every statement which writes has now."""
         self._copies = 0
         self.path.mkdir(parents=True)
 
@@ -35,17 +38,18 @@ class Disk:
         """The directory of this life of the process."""
         return self._root / str(self._lives)
 
-    def connected(self, name: str, connection: sqlite3.Connection) -> None:
-        """Watches a connection to the database `name`."""
-        self._connections.append(connection)
-
-        def seen(statement: str) -> None:
-            found = _SETS_SYNC.search(statement)
-            if found and found[1] != "FULL":
-                self._unsynced.add(name)
-            self.at_statement()
-
-        connection.set_trace_callback(seen)
+    def before(self, name: str, statement: str) -> None:
+        """Sees a statement to the database `name` before it is executed. Raises the error of the
+        disk.
+        """
+        found = _SETS_SYNC.match(statement)
+        if found and found[1] != "FULL":
+            self._unsynced.add(name)
+        self.at_statement()
+        if self.problem is not None and statement.startswith(_WRITES):
+            error = sqlite3.OperationalError("the disk refuses to write")
+            error.sqlite_errorcode = self.problem
+            raise error
 
     def fail(self) -> None:
         """Ends the process's life: what it still writes goes where nobody reads it."""
@@ -67,16 +71,27 @@ class Disk:
         """Begins another life of the process, whose files are those of `source`."""
         self._lives += 1
         shutil.copytree(source, self.path)
-        self._connections = []
         self.at_statement = lambda: None
 
-    def fill(self, is_full: bool) -> None:
-        """Fills the disk, or frees it: a full one takes no further page."""
-        for connection in self._connections:
-            limit = 0x7FFFFFFE
-            if is_full:
-                (limit,) = connection.execute("PRAGMA page_count").fetchone()
-            connection.execute(f"PRAGMA max_page_count = {limit}")
+    def restart_empty(self) -> None:
+        """Begins another life of the process, on a new volume."""
+        self._lives += 1
+        self.path.mkdir()
+        self.at_statement = lambda: None
+
+
+class _Connection(sqlite3.Connection):
+    """A connection to a database on a disk."""
+
+    before: Callable[[str], None] = staticmethod(lambda _: None)
+
+    def execute(self, statement: str, *parameters: Any) -> sqlite3.Cursor:
+        self.before(statement)
+        return super().execute(statement, *parameters)
+
+    def executemany(self, statement: str, *parameters: Any) -> sqlite3.Cursor:
+        self.before(statement)
+        return super().executemany(statement, *parameters)
 
 
 @contextmanager
@@ -85,10 +100,12 @@ def watched(disk_of: Callable[[Path], Disk | None]) -> Iterator[None]:
     connect = sqlite3.connect
 
     def connected(path: Any, *arguments: Any, **options: Any) -> sqlite3.Connection:
-        connection: sqlite3.Connection = connect(path, *arguments, **options)
         disk = disk_of(Path(path))
-        if disk is not None:
-            disk.connected(str(Path(path).relative_to(disk.path)), connection)
+        if disk is None:
+            plain: sqlite3.Connection = connect(path, *arguments, **options)
+            return plain
+        connection: _Connection = connect(path, *arguments, factory=_Connection, **options)
+        connection.before = partial(disk.before, str(Path(path).relative_to(disk.path)))
         return connection
 
     with patch.object(sqlite3, "connect", connected):

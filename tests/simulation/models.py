@@ -23,6 +23,12 @@ def expect(holds: bool, text: str) -> None:
         raise Broken(text)
 
 
+def _mark(headers: httpx.Headers) -> tuple[str, int]:
+    """Returns the identity of a store, and its changes."""
+    identity, _, changes = headers.get("x-store-mark", "").partition("-")
+    return identity, int(changes or 0)
+
+
 class Model:
     """The state of a store that its answers imply."""
 
@@ -47,7 +53,12 @@ class Model:
         run = request.headers.get("x-run-id", "")
         call = f"{request.method} {request.url.path}"
 
+        seen = _mark(request.headers)
+
         def answered(response: httpx.Response) -> None:
+            store, changes = _mark(response.headers)
+            went_back = store == seen[0] and changes < seen[1]
+            expect(not went_back, f"{call} was answered by a store that had gone back")
             is_late = call in self.changes and run in self._ended
             expect(not is_late, f"{call} of {run} was accepted after it had ended")
             if era == self._era:
@@ -162,3 +173,22 @@ class ReplayModel(Model):
             owner = self._leases.setdefault(group, name)
             expect(owner == name, f"{group} is leased to {owner} and to {name}")
             expect(group not in self.consumed, f"{group} is leased after its acknowledgement")
+
+
+class RewardModel(Model):
+    """Every answer gets the reward that its text has, or none and the reason."""
+
+    def __init__(self, reward_of: Callable[[str], float]) -> None:
+        super().__init__()
+        self._reward_of = reward_of
+
+    def _see(self, call: str, request: httpx.Request, response: httpx.Response) -> None:
+        if call != "POST /batch_reward":
+            return
+        items = orjson.loads(request.content)["items"]
+        results = orjson.loads(response.content)["rewards"]
+        expect(len(results) == len(items), f"{len(items)} answers got {len(results)} results")
+        for item, result in zip(items, results, strict=True):
+            right = self._reward_of(item["response"]) if result["status"] == "ok" else None
+            got = result["reward"]
+            expect(got == right, f"an answer got {got}, not {right}, with {result['status']}")

@@ -2,18 +2,21 @@
 
 import asyncio
 import contextlib
+import contextvars
 import random
 from collections import Counter
 from collections.abc import Callable, Coroutine
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import httpx
 from starlette.requests import ClientDisconnect
 
 from tests.simulation.disk import Disk
 from tests.simulation.models import Broken, Model
+from tests.simulation.virtual_time import VirtualLoop, process
 
+_T = TypeVar("_T")
 App = Callable[..., Coroutine[Any, Any, None]]
 
 
@@ -37,20 +40,26 @@ class Node:
     """A process with a disk. A crash takes its memory."""
 
     def __init__(
-        self, name: str, make: Callable[[Path], App], disk: Disk, story: Story, model: Model
+        self,
+        name: str,
+        make: Callable[[Path], App],
+        *,
+        loop: VirtualLoop,
+        disk: Disk,
+        story: Story,
+        model: Model,
     ) -> None:
         self.name = name
         self.model = model
         self.disk = disk
         self._make = make
+        self._loop = loop
         self._story = story
-        self.tasks: set[asyncio.Task[Any]] = set()
         self.errors: list[Exception] = []
         """What its handlers raised and no error handler expects; promises that it broke."""
         self.is_cut_off = False
         """Whether the network does not reach it."""
         self.app: App | None = None
-        self.start()
 
     def start(self) -> None:
         try:
@@ -58,14 +67,19 @@ class Node:
         except Exception as error:
             self.errors.append(error)
 
+    def run(self, coroutine: Coroutine[Any, Any, _T]) -> "asyncio.Task[_T]":
+        """Runs something in the process, which knows nothing of who asked for it."""
+        context = contextvars.Context()
+        context.run(process.set, self.name)
+        return self._loop.create_task(coroutine, context=context)
+
     def crash(self, text: str = "") -> None:
         """Ends the process at this moment."""
         self._story.fault("crash", f"{self.name} {text}")
         self.disk.fail()
         self.app = None
-        for task in self.tasks:
+        for task in self._loop.tasks_of(self.name):
             task.cancel()
-        self.tasks.clear()
 
     async def answer(self, request: httpx.Request, size: int | None = None) -> httpx.Response:
         """Answers a request, of whose body `size` bytes arrive before its connection breaks.
@@ -76,9 +90,7 @@ class Node:
         if self.app is None:
             raise httpx.ConnectError("refused")
         answered = self.model.asked(request) if size is None else None
-        task = asyncio.ensure_future(serve(self.app, request, size))
-        self.tasks.add(task)
-        task.add_done_callback(self.tasks.discard)
+        task = self.run(serve(self.app, request, size))
         await asyncio.wait({task})
         if task.cancelled():
             raise httpx.ReadError("the connection was reset")
@@ -154,6 +166,7 @@ class Chance:
         "late copy",
         "slow",
         "silent",
+        "busy",
     )
 
     def __init__(self, rng: random.Random, rate: float) -> None:
@@ -199,6 +212,8 @@ class Wire(httpx.AsyncBaseTransport):
             await asyncio.sleep(1e6)
         if kind == "lost request":
             raise httpx.ReadError("lost")
+        if kind == "busy":
+            return httpx.Response(503, headers={"retry-after": "0.1"})
         if kind == "repeated":
             self._later(request, 0.0)
         if kind == "late copy":

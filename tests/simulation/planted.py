@@ -1,12 +1,13 @@
 """Bugs planted in the protocols, each of which the simulation must find.
 
-`python -m tests.simulation.planted NAME [SEEDS]` runs seeds with one of them and prints the seed
-that finds it. A bug is a piece of a module's source and what stands there instead, so that it is
+`python -m tests.simulation.planted [NAME [SEEDS]]` runs seeds with one of them, or with each, and
+prints the seed that finds it. A bug is a piece of a module's source and what stands there instead, so that it is
 what a slip of a developer would be; the table fails when the source no longer has the piece.
 """
 
 import importlib.abc
 import importlib.util
+import multiprocessing
 import sys
 import tempfile
 from importlib.machinery import ModuleSpec, SourceFileLoader
@@ -25,21 +26,7 @@ class Bug(NamedTuple):
     wrong: str
 
 
-NOT_FOUND_YET = {
-    "an evicted group comes back",
-    "a new run finds the groups of the one before",
-    "a run does not end the one before",
-    "a transaction that fails is kept",
-    "commits are not synced",
-    "a store that was set back is not noticed",
-    "a busy service is not asked again",
-    "an answer that cannot be graded earns nothing",
-    "a lost store is not filled again",
-    "slots are free before the engines serve the weights",
-    "there is a slot too many",
-}
-"""Bugs that 80 seeds do not find: the worlds are too mild for them, or another guard of the product
-catches what they let through."""
+_NOT_FOUND = "not found"
 
 BUGS = {
     # ---------------------------------------------------------------- the stream of prompts
@@ -163,6 +150,33 @@ BUGS = {
         "rewards = iter(answer.rewards)",
         "rewards = iter(answer.rewards[1:] + answer.rewards[:1])",
     ),
+    # ---------------------------------------------------------------- the reward-server
+    "a part without a score counts as zero": Bug(
+        "services/reward/functions/composite.py",
+        "            total = None\n",
+        "            total = total or 0.0\n",
+    ),
+    "a grader that fails gives a zero": Bug(
+        "services/reward/hosts.py",
+        "Score(None, error.status, reason=str(error))",
+        "Score(0.0, reason=str(error))",
+    ),
+    "a grader that is late gets another call": Bug(
+        "services/reward/pool.py", "        is_spent = True\n", "        is_spent = False\n"
+    ),
+    "a call goes to the first function": Bug(
+        "services/reward/hosts.py", '"function": self._index', '"function": 0'
+    ),
+    "a batch is answered backwards": Bug(
+        "services/reward/hosts.py",
+        "list(chain.from_iterable(found))",
+        "list(chain.from_iterable(reversed(found)))",
+    ),
+    "results are of other answers": Bug(
+        "services/reward/service.py",
+        "zip(indices, scores, strict=True)",
+        "zip(reversed(indices), scores, strict=True)",
+    ),
     # ---------------------------------------------------------------- the collector
     "an answer that cannot be graded earns nothing": Bug(
         "trainer/rollouts/group_maker.py",
@@ -265,10 +279,10 @@ class _Finder(importlib.abc.MetaPathFinder):
         return importlib.util.spec_from_file_location(fullname, path, loader=loader)
 
 
-def main() -> int:
-    """Runs seeds with the bug; the exit status is 0 when one finds it."""
-    bug = BUGS[sys.argv[1]]
-    count = int(sys.argv[2]) if len(sys.argv) > 2 else 1_000
+def find(bug: Bug, count: int) -> str:
+    """Runs seeds with the bug; returns which one finds it, and how. Call it in a process that has
+    imported no module of the product.
+    """
     sys.meta_path.insert(0, _Finder(bug))
     from tests.simulation.world import simulate
 
@@ -277,10 +291,26 @@ def main() -> int:
             try:
                 simulate(seed, Path(directory))
             except BaseException as found:
-                print(f"seed {seed}: {type(found).__name__}: {found}")
-                return 0
-    print(f"not found by {count} seeds")
-    return 1
+                return f"seed {seed}: {type(found).__name__}: {found}"
+    return f"{_NOT_FOUND} by {count} seeds"
+
+
+def main() -> int:
+    """Looks for the bugs; the exit status is the number of those that are not found."""
+    names = [sys.argv[1]] if len(sys.argv) > 1 else list(BUGS)
+    count = int(sys.argv[2]) if len(sys.argv) > 2 else 1_000
+    import fastapi  # noqa: F401  # the children need not
+    import transformers  # noqa: F401
+
+    missed = 0
+    context = multiprocessing.get_context("fork")
+    for name in names:
+        # Each bug in a process of its own, which imports the product with it.
+        with context.Pool(1) as pool:
+            found = pool.apply(find, (BUGS[name], count))
+        print(f"{name}: {found}", flush=True)
+        missed += found.startswith(_NOT_FOUND)
+    return missed
 
 
 if __name__ == "__main__":

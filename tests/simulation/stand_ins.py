@@ -1,19 +1,29 @@
-"""What computes in a real run: engines and graders. Here their answers follow from their inputs, so
-that the model of the invariants can check every group.
+"""What computes in a real run: engines and grader processes. Here their answers follow from their
+inputs, so that the model of the invariants can check every group.
 """
 
+import asyncio
 import hashlib
 import json
 import random
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from starlette.requests import ClientDisconnect
+
+from services.reward import configured
+from services.reward.functions.handler import prepare
+from services.reward.pool import CallFailed, WorkerPool, WorkerSpec
+from tests.simulation.models import expect
 
 Send = Callable[[dict[str, Any]], Awaitable[None]]
 Receive = Callable[[], Awaitable[dict[str, Any]]]
 PER_TOKEN_S = 0.05
+GRADER_LIMIT_S = 2.0
+"""How long a call of a reward function may take."""
 
 
 async def _body(receive: Receive) -> Any:
@@ -33,9 +43,26 @@ async def _reply(send: Send, content: Any, status: int = 200) -> None:
     await send({"type": "http.response.body", "body": json.dumps(content).encode()})
 
 
+def _byte_of(text: str, place: int) -> float:
+    return hashlib.sha256(text.encode()).digest()[place] / 256
+
+
+def first(completions: list[str], **_: Any) -> list[float]:
+    """A reward function of a user."""
+    return [_byte_of(text, 0) for text in completions]
+
+
+def second(completions: list[str], **_: Any) -> list[float]:
+    """Another one: a reward is the sum of both."""
+    return [_byte_of(text, 1) for text in completions]
+
+
+FUNCTIONS = f"{__name__}:first,{__name__}:second"
+
+
 def reward_of(text: str) -> float:
     """Returns the reward of an answer, which its text decides."""
-    return hashlib.sha256(text.encode()).digest()[0] / 255
+    return _byte_of(text, 0) + _byte_of(text, 1)
 
 
 class Engines:
@@ -45,6 +72,11 @@ class Engines:
         self._rng = rng
         self._sleep = sleep
         self.version = 0
+        self.groups: set[str] = set()
+        """Groups of the run that runs, for which completions were requested."""
+        self.allowed: Callable[[], int] = lambda: 0
+        """How many such groups there may be by now."""
+        self.run = ""
         self.failing = 0.0
         """Share of requests that fail."""
         self.generated: dict[tuple[int, ...], int] = {}
@@ -56,6 +88,7 @@ class Engines:
             if scope["path"] != "/generate":
                 await _reply(send, {"status": "healthy"})
                 return
+            self._count_group(dict(scope["headers"]))
             version = self.version
             if self._rng.random() < self.failing:
                 await _reply(send, {"error": {"message": "out of memory"}}, 500)
@@ -80,35 +113,90 @@ class Engines:
 
         return app
 
+    def _count_group(self, headers: dict[bytes, bytes]) -> None:
+        """Raises Broken for a group that has begun although every slot was taken."""
+        if headers[b"x-run-id"].decode() != self.run:
+            return
+        self.groups.add(headers[b"x-request-id"].decode())
+        allowed = self.allowed()
+        expect(
+            len(self.groups) <= allowed,
+            f"{len(self.groups)} groups have begun, and there were slots for {allowed}",
+        )
+
 
 class Graders:
-    """The reward-server: sometimes it cannot grade an answer, and says so."""
+    """Makes the grader processes of the reward-server: they die, hang and fail."""
 
     def __init__(self, rng: random.Random) -> None:
         self._rng = rng
         self.failing = 0.0
-        """Share of answers that cannot be graded."""
+        """Share of calls with a fault."""
 
-    def app(self, _: Path) -> Any:
-        async def app(scope: Any, receive: Receive, send: Send) -> None:
-            body = await _body(receive)
-            if scope["path"] == "/batch_reward":
-                rewards = [self._grade(item) for item in body["items"]]
-                await _reply(send, {"rewards": rewards, "mean_reward": 0.0, "accuracy": 0.0})
-            else:
-                await _reply(send, {"problems": [], "repaired": 0})
+    async def spawn(self, pool: WorkerPool) -> Any:
+        """Starts a grader, in the place of `WorkerPool._spawn`."""
+        await asyncio.sleep(self._rng.uniform(0.01, 0.2))
+        if self._rng.random() < self.failing:
+            raise CallFailed("died", "it did not start")
+        return Grader(self, prepare(pool.spec.arguments)())
 
-        return app
+    def fault(self) -> str:
+        """Draws what happens to a call; "" if nothing does."""
+        if self._rng.random() >= self.failing:
+            return ""
+        return self._rng.choice(("died before", "died", "hangs", "error"))
 
-    def _grade(self, item: dict[str, Any]) -> dict[str, Any]:
-        failed = self._rng.random() < self.failing
-        reward = None if failed else reward_of(item["response"])
-        return {
-            "reward": reward,
-            "extracted_answer": None,
-            "ground_truth": item["ground_truth"],
-            "correct": bool(reward and reward > 0.5),
-            "status": "error" if failed else "ok",
-            "components": {},
-            "reason": "",
-        }
+    def seconds(self) -> float:
+        return self._rng.uniform(0.001, 0.05)
+
+
+class Grader:
+    """The reward-server's connection to a grader process. What a call answers comes later, also
+    when nobody waits for it any more.
+    """
+
+    pid = 0
+    """No process has it: all time counts."""
+
+    def __init__(self, graders: Graders, handle: Callable[[str], str]) -> None:
+        self._graders = graders
+        self._handle = handle
+        self._answers: asyncio.Queue[bytes] = asyncio.Queue()
+        self.answered = 0
+        self.began = False
+
+    async def exchange(self, message: bytes) -> bytes:
+        self.began = False
+        fault = self._graders.fault()
+        await asyncio.sleep(self._graders.seconds())
+        if fault == "died before":
+            raise EOFError
+        self.began = True
+        answer = self._handle(message.decode()).encode()
+        if fault == "error":
+            answer = json.dumps({"error": "out of memory", "always": False}).encode()
+        seconds = GRADER_LIMIT_S * 1.5 if fault == "hangs" else self._graders.seconds()
+        asyncio.get_running_loop().call_later(seconds, self._answers.put_nowait, answer)
+        if fault == "died":
+            raise EOFError
+        line = await self._answers.get()
+        self.answered += 1
+        return line
+
+    def kill(self) -> None:
+        """Nothing is left to end."""
+
+
+def _tried(spec: WorkerSpec, *_: str) -> str:
+    """What a process prints that makes the reward functions of `spec`."""
+    return prepare(spec.arguments)()('{"functions": true}')
+
+
+@contextmanager
+def graded_by(graders: Graders) -> Iterator[None]:
+    """Inside the block, these are the grader processes of every reward-server."""
+    with (
+        patch.object(WorkerPool, "_spawn", lambda pool: graders.spawn(pool)),
+        patch.object(configured, "_tried", _tried),
+    ):
+        yield

@@ -1,6 +1,8 @@
 """An event loop whose clock is virtual: nothing waits, and every run with one seed is the same."""
 
 import asyncio
+import contextvars
+import dataclasses
 import functools
 import gc
 import itertools
@@ -10,19 +12,36 @@ import selectors
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
+from types import CodeType
 from typing import Any
 from unittest.mock import patch
 
 import anyio.to_thread
+import fastapi.dependencies.utils
 import fastapi.routing
 import fastapi.utils
 
 _EPOCH_S = 1.7e9
 _THREAD_S = 0.002
 """Longest time until a thread runs what it was given."""
+# A service that starts again has the same routes. What FastAPI finds out about them takes half the
+# time of a simulated run.
 _model_field = functools.cache(fastapi.utils.create_model_field)
-"""FastAPI's description of an answer. A service that starts again has the same ones: to make them
-is half the time of a simulated run."""
+_get_dependant = fastapi.dependencies.utils.get_dependant
+_dependants: dict[tuple[str, CodeType], Any] = {}
+
+
+def _dependant(*, path: str, call: Any, **options: Any) -> Any:
+    """Returns what FastAPI finds out about the arguments of an endpoint."""
+    key = path, call.__code__
+    if key not in _dependants:
+        _dependants[key] = _get_dependant(path=path, call=call, **options)
+    return dataclasses.replace(_dependants[key], call=call)
+
+
+process: ContextVar[str] = ContextVar("process", default="")
+"""The simulated process to which the code that runs belongs; "" is the trainer's."""
 
 
 class Deadlock(Exception):
@@ -63,12 +82,27 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         self.wall_offset_s = 0.0
         """How far the clock of the machine is off."""
         self._rng = rng
+        self._owners: dict[asyncio.Task[Any], str] = {}
+        """The process of every task. asyncio alone would let those be collected that only wait."""
         selector = _NoSockets()
         super().__init__(selector)
         selector.loop = self
 
     def time(self) -> float:
         return self.now
+
+    def create_task(  # type: ignore[override]
+        self, coroutine: Any, *, context: contextvars.Context | None = None, **options: Any
+    ) -> asyncio.Task[Any]:
+        task = super().create_task(coroutine, context=context, **options)
+        self._owners[task] = process.get() if context is None else context.get(process, "")
+        return task
+
+    def tasks_of(self, name: str) -> list[asyncio.Task[Any]]:
+        """Returns the tasks of a simulated process that have not ended, in the order in which they
+        began: a set would have another one in every run.
+        """
+        return [task for task, owner in self._owners.items() if owner == name and not task.done()]
 
     def run_in_executor(  # type: ignore[override]
         self, executor: Any, function: Callable[..., Any], *arguments: Any
@@ -111,6 +145,9 @@ def simulated(seed: int) -> Iterator[VirtualLoop]:
         patch.object(secrets, "randbits", lambda _: next(ids)),
         patch.object(anyio.to_thread, "run_sync", in_thread),
         patch.object(fastapi.routing, "create_model_field", _model_field),
+        patch.object(fastapi.routing, "get_dependant", _dependant),
+        # Only for messages; it reads the source of every endpoint.
+        patch.object(fastapi.routing, "_extract_endpoint_context", lambda _: {}),
     ):
         asyncio.set_event_loop(loop)
         try:

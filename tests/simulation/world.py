@@ -4,12 +4,14 @@ resumes.
 
 import asyncio
 import logging
+import math
 import random
+import sqlite3
 from collections import Counter
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -28,10 +30,18 @@ from common.settings.config import Config, load
 from common.wire.schemas import Group, Prompt
 from services.data.app import create_data_app
 from services.replay.app import create_replay_app
+from services.reward.app import create_reward_app
 from tests.simulation.disk import Disk, watched
-from tests.simulation.models import DataModel, Model, ReplayModel
+from tests.simulation.models import DataModel, Model, ReplayModel, RewardModel
 from tests.simulation.network import Chance, Node, Story, Wire
-from tests.simulation.stand_ins import Engines, Graders, reward_of
+from tests.simulation.stand_ins import (
+    FUNCTIONS,
+    GRADER_LIMIT_S,
+    Engines,
+    Graders,
+    graded_by,
+    reward_of,
+)
 from tests.simulation.virtual_time import VirtualLoop, simulated
 from tests.support.paths import ROOT
 from trainer.algorithms.batch import Batch, TrainingGroup
@@ -48,7 +58,12 @@ _T = TypeVar("_T")
 STEPS = 4
 BATCH = 2
 PROMPTS = 6
+_GROUP_SIZE = 2
 _UPDATE_S = 1.0
+_FAULTS_S = 6.0
+"""Faults begin within so many seconds: most runs take no longer."""
+_DOWN_S = 20.0
+"""Longest time for which a process, a disk or a connection is down."""
 _LIMIT_S = 50_000.0
 """Longest run, in virtual time."""
 _TRIES = 3
@@ -127,6 +142,7 @@ class World:
         reuse = self.rng.choice((0.0, 0.0, 0.5))
         self.fresh = BATCH - int(BATCH * reuse)
         """Fresh groups of a step."""
+        self.slots = (staleness + 1) * self.fresh
         settings = {
             "model.name": ROOT / ".cache" / "tiny-base",
             "state_dir": directory / "unused",
@@ -135,11 +151,15 @@ class World:
             "trainer.max_staleness": staleness,
             "trainer.when_stale": self.when_stale,
             "replay.reuse_ratio": reuse,
-            "sampling.group_size": 2,
+            "replay.capacity": self.rng.choice((100_000, (staleness + 1) * BATCH * _GROUP_SIZE)),
+            "reward.functions": FUNCTIONS,
+            "reward.function_timeout_s": GRADER_LIMIT_S,
+            "sampling.group_size": _GROUP_SIZE,
             "sampling.max_new_tokens": 8,
             "rollout.engine": "embedded",
             "rollout.max_context_tokens": 256,
             "limits.max_failed_groups": 1000,
+            "limits.service_timeout_s": 240,
         }
         words = []
         for name, value in settings.items():
@@ -148,14 +168,14 @@ class World:
         self.engines = Engines(self.rng, asyncio.sleep)
         self.graders = Graders(self.rng)
         self.engines.failing = self.rng.choice((0.0, 0.0, 0.1))
-        self.graders.failing = self.rng.choice((0.0, 0.0, 0.1))
+        self._grader_faults = self.rng.choice((0.0, 0.0, 0.1))
         self.disks: dict[str, Disk] = {}
         self.replay = ReplayModel()
         self.nodes = {
             "data-server": self._node("data-server", self._data_app, DataModel()),
             "replay-buffer": self._node("replay-buffer", self._replay_app, self.replay),
             "router": self._node("router", self.engines.app, Model()),
-            "reward-server": self._node("reward-server", self.graders.app, Model()),
+            "reward-server": self._node("reward-server", self._reward_app, RewardModel(reward_of)),
         }
         self.saved = Checkpoint()
         self._wires: list[Wire] = []
@@ -164,8 +184,8 @@ class World:
         """Whether the trainer's process runs."""
         self.drops: list[Drops] = []
         """What each attempt dropped."""
-        self.was_set_back = False
-        """Whether a volume was put back to an earlier state."""
+        self.lost_data = False
+        """Whether a volume was put back to an earlier state, or replaced by an empty one."""
         self.failures: list[ServiceError] = []
         """The errors with which attempts ended."""
         self.trained: list[tuple[int, Group]] = []
@@ -173,7 +193,9 @@ class World:
 
     def _node(self, name: str, make: Callable[[Path], Any], model: Model) -> Node:
         self.disks[name] = Disk(self._directory / name, lambda size: self.rng.randrange(size + 1))
-        return Node(name, make, self.disks[name], self.story, model)
+        return Node(
+            name, make, loop=self.loop, disk=self.disks[name], story=self.story, model=model
+        )
 
     def disk_of(self, path: Path) -> Disk | None:
         """Returns the disk on which a file is; None for those of earlier lives."""
@@ -186,10 +208,22 @@ class World:
     def _replay_app(self, disk: Path) -> Any:
         return create_replay_app(self.config.replay, disk)
 
+    def _reward_app(self, _: Path) -> Any:
+        app = create_reward_app(self.config.reward)
+
+        async def live() -> None:
+            async with app.router.lifespan_context(app):
+                await asyncio.Event().wait()
+
+        self.nodes["reward-server"].run(live())
+        return app
+
     # ------------------------------------------------------------ the run
 
     def run(self) -> None:
         """Runs attempts until one reaches the last step; raises Violation."""
+        for node in self.nodes.values():
+            node.start()
         self.loop.call_later(_LIMIT_S, self._too_long)
         self._schedule_faults()
         while True:
@@ -215,13 +249,18 @@ class World:
                 self._sleep(self.rng.uniform(1.0, 20.0))
                 continue
             break
+        self.is_up = False
         self.chance.on = False
+        copies = {task for wire in self._wires for task in wire.copies}
+        if copies:
+            self.loop.run_until_complete(asyncio.wait(copies))
         self._check_end(progress)
 
     def _after_a_failure(self, error: ServiceError) -> None:
         """Raises Violation for an error that no fault explains."""
         self.is_up = False
-        explained = self.was_set_back or self.story.faults["full disk"]
+        never = error.code == "no_batch" or error.field == "/groups/ack"
+        explained = not never and (self.lost_data or self.story.faults["failing disk"])
         if not explained or len(self.failures) > _MAX_FAILURES:
             raise Violation(f"the run ended: {error}") from error
 
@@ -236,14 +275,17 @@ class World:
             "crash": self._crash,
             "crash in a write": self._crash_in_a_write,
             "trainer": self._crash_trainer,
+            "trainer again": self._crash_trainer,
             "partition": self._partition,
             "full disk": self._fill_disk,
+            "failing disk": self._fail_a_write,
             "set back": self._set_back,
+            "emptied": self._empty,
             "clock": self._move_clock,
         }
-        for _ in range(self.rng.choice((0, 0, 1, 2, 4))):
+        for _ in range(self.rng.choice((0, 1, 1, 2, 4))):
             kind = self.rng.choice(list(kinds))
-            self.loop.call_later(self.rng.uniform(0.1, 30.0), kinds[kind])
+            self.loop.call_later(self.rng.uniform(0.1, _FAULTS_S), kinds[kind])
 
     def _a_node(self) -> Node:
         return self.nodes[self.rng.choice(list(self.nodes))]
@@ -262,20 +304,23 @@ class World:
 
     def _end(self, node: Node, text: str = "") -> None:
         node.crash(text)
-        self.loop.call_later(self.rng.uniform(0.5, 60.0), node.start)
+        self.loop.call_later(self.rng.uniform(0.5, _DOWN_S), node.start)
 
-    def _crash_in_a_write(self) -> None:
-        """Ends a node before one of its next statements."""
-        node = self._a_store()
+    def _at_a_write(self, node: Node, action: Callable[[], None]) -> None:
+        """Does something before one of the next statements of a node."""
         left = self.rng.randrange(1, 60)
 
         def count() -> None:
             nonlocal left
             left -= 1
             if left == 0 and node.app is not None:
-                self._end(node, "in a write")
+                action()
 
         node.disk.at_statement = count
+
+    def _crash_in_a_write(self) -> None:
+        node = self._a_store()
+        self._at_a_write(node, lambda: self._end(node, "in a write"))
 
     def _partition(self) -> None:
         """Cuts a node off for a while."""
@@ -287,15 +332,35 @@ class World:
             node.is_cut_off = False
             self.story.say(f"{node.name} is reachable again")
 
-        self.loop.call_later(self.rng.uniform(1.0, 60.0), heal)
+        self.loop.call_later(self.rng.uniform(1.0, _DOWN_S), heal)
 
     def _fill_disk(self) -> None:
+        """Fills a disk for a while, from one of the next statements on."""
         node = self._a_store()
-        if node.app is None:
-            return
-        node.disk.fill(True)
-        self.story.fault("full disk", node.name)
-        self.loop.call_later(self.rng.uniform(1.0, 30.0), node.disk.fill, False)
+
+        def free() -> None:
+            node.disk.problem = None
+
+        def fill() -> None:
+            node.disk.problem = sqlite3.SQLITE_FULL
+            self.story.fault("full disk", node.name)
+            self.loop.call_later(self.rng.uniform(1.0, _DOWN_S), free)
+
+        self._at_a_write(node, fill)
+
+    def _fail_a_write(self) -> None:
+        """Lets the writes of a disk fail for a moment, from one of the next statements on."""
+        node = self._a_store()
+
+        def end() -> None:
+            node.disk.problem = None
+
+        def begin() -> None:
+            node.disk.problem = sqlite3.SQLITE_IOERR
+            self.story.fault("failing disk", node.name)
+            self.loop.call_later(self.rng.uniform(0.0, 0.1), end)
+
+        self._at_a_write(node, begin)
 
     def _set_back(self) -> None:
         """Puts the volume of a store back to an earlier state, as a restored snapshot does."""
@@ -310,10 +375,21 @@ class World:
                 self._end(node)
             node.disk.restart_from(copy)
             node.model.forget()
-            self.was_set_back = True
+            self.lost_data = True
             self.story.fault("set back", node.name)
 
         self.loop.call_later(self.rng.uniform(0.5, 10.0), restore)
+
+    def _empty(self) -> None:
+        """Gives a store a new, empty volume."""
+        node = self._a_store()
+        if node.app is None:
+            return
+        self._end(node)
+        node.disk.restart_empty()
+        node.model.forget()
+        self.lost_data = True
+        self.story.fault("emptied", node.name)
 
     def _move_clock(self) -> None:
         self.loop.wall_offset_s += self.rng.uniform(-3600.0, 3600.0)
@@ -321,9 +397,8 @@ class World:
 
     def _end_tasks_of_the_trainer(self) -> None:
         """Cancels every task but those of other processes and of requests that are on their way."""
-        others = {task for node in self.nodes.values() for task in node.tasks}
-        others |= {task for wire in self._wires for task in wire.copies}
-        mine = asyncio.all_tasks(self.loop) - others
+        copies = {task for wire in self._wires for task in wire.copies}
+        mine = [task for task in self.loop.tasks_of("") if task not in copies]
         for task in mine:
             task.cancel()
         # Their ends run at this moment, and reach nobody.
@@ -371,7 +446,12 @@ class World:
         self.drops.append(rollouts.drops)
         step = self.saved.step
         self.engines.version = step
+        self.engines.run = run_id
+        self.engines.groups.clear()
+        self.engines.allowed = partial(self._allowed, rollouts.drops, step)
         total = rollouts.prepare(step, known=self.attempts > 1)
+        # Not before: a run does not begin with a function that fails for a made-up answer.
+        self.graders.failing = self._grader_faults
         with rollouts.collecting(step, total):
             while step < total:
                 groups = rollouts.next(step)
@@ -390,11 +470,19 @@ class World:
                     self.story.say(f"checkpoint after step {step}: {self.saved.progress}")
             return rollouts.progress
 
+    def _allowed(self, drops: Drops, first_step: int) -> int:
+        """Returns how many groups an attempt may have begun by now."""
+        over = drops.counts.total() + (self.engines.version - first_step) * self.fresh
+        return self.slots + over
+
     def _publish(self, loop: Loop, step: int) -> Future[None]:
         """Publishes a version: at once, or beside the next step."""
         served: Future[None] = Future()
+        attempt = self.attempts
 
         def serve() -> None:
+            if attempt != self.attempts:
+                return
             self.engines.version = max(self.engines.version, step)
             served.set_result(None)
 
@@ -411,6 +499,7 @@ class World:
     def _check_batch(self, groups: list[TrainingGroup], step: int) -> None:
         """Checks a batch against what engines and graders did."""
         self._check_services()
+        self._check_drops()
         fresh = [item for item in groups if not item.reused]
         if len(fresh) != self.fresh or len(groups) > BATCH:
             raise Violation(f"{len(fresh)} of {len(groups)} groups are fresh at step {step}")
@@ -432,6 +521,14 @@ class World:
                 if completion.reward != reward_of(completion.text):
                     raise Violation(f"a completion of {group.id} has the reward of a fault")
 
+    def _check_drops(self) -> None:
+        """Checks that no fault has become a reward, also where it cost the group."""
+        for dropped in self.drops[-1].recent():
+            for completion in dropped.group.completions:
+                is_graded = not math.isnan(completion.reward)
+                if is_graded and completion.reward != reward_of(completion.text):
+                    raise Violation(f"a completion of {dropped.group.id} has the reward of a fault")
+
     def _check_services(self) -> None:
         for node in self.nodes.values():
             if node.errors:
@@ -451,6 +548,7 @@ class World:
             if group.prompt_id != expected:
                 raise Violation(f"position {group.position} is {group.prompt_id}, not {expected}")
         self._check_services()
+        self._check_drops()
         self._check_skipped(set(positions), progress)
         self._check_store()
 
@@ -479,14 +577,14 @@ class World:
         stored = stats["fresh"] + stats["leased"] + stats["consumed"]
         if stats["added"] - stats["evicted"] - stats["removed"] - stats["dropped"] != stored:
             raise Violation(f"the counts of the replay-buffer do not add up: {stats}")
-        if self.was_set_back:
+        if self.lost_data:
             return
         if stats["leased"]:
             raise Violation(f"groups are leased at the end: {stats}")
         request = httpx.Request("GET", "http://replay-buffer/groups?state=consumed&limit=1000")
         listed = self.loop.run_until_complete(node.answer(request)).json()["groups"]
         lost = self.replay.consumed - {group["id"] for group in listed}
-        if lost:
+        if len(lost) > stats["removed"]:
             raise Violation(f"{lost} were acknowledged and are gone")
 
     def _prompt_at(self, position: int) -> str:
@@ -509,7 +607,7 @@ def simulate(seed: int, directory: Path) -> World:
         with simulated(seed) as loop:
             world = World(seed, directory, loop)
             try:
-                with watched(world.disk_of):
+                with watched(world.disk_of), graded_by(world.graders):
                     world.run()
             except BaseException as error:
                 error.add_note("\n".join([*world.story.lines, f"seed {seed}"]))

@@ -67,10 +67,9 @@ def token_scores(  # noqa: PLR0913  # keywords say what each is
     )
     if torch.is_autocast_enabled(hidden.device.type):
         hidden = hidden.to(torch.get_autocast_dtype(hidden.device.type))
-    low, low_weight = added or (None, None)
-    logprobs, entropies = _LinearScores.apply(
-        hidden, head.weight, head.bias, low, low_weight, scoring
-    )
+    parameters = (head.weight, head.bias)
+    added_parts = added or (None, None)
+    logprobs, entropies = _LinearScores.apply(hidden, *parameters, *added_parts, scoring)
     return logprobs, entropies
 
 

@@ -98,8 +98,9 @@ class _Place:
         """Returns scale × A x [..., r] of the states [..., in] and B [out, r]."""
         if self.factors is None:
             return None
-        lora_a, lora_b = (factor.to(states.dtype) for factor in self.factors)
-        return linear(states, lora_a) * self.scale, lora_b
+        lora_a, lora_b = self.factors
+        low = linear(states, lora_a.to(states.dtype)) * self.scale
+        return low, lora_b.to(states.dtype)
 
     def __call__(self, _layer: nn.Module, inputs: tuple[Tensor], output: Tensor) -> Tensor:
         """Adds scale × B A x to the output of the layer; a hook of torch."""
@@ -136,8 +137,10 @@ class RunLearner:
     """See `trainer.tinker.interface.Learner`. Every rank has one; those above 0 `follow`.
 
     It must be used by one thread at a time, inside `reproducible_numbers`. `config` says which base
-    (`model`), on which device and in which passes (`trainer`), how it is sharded (`parallel`), and
-    the scale of adapters (`lora.alpha`). Raises ConfigError as `load_scorer` does. A collective.
+    (`model`), on which device and in which passes (`trainer`), how it is sharded (`parallel`), the
+    scale of adapters (`lora.alpha`) and their highest rank (`lora.rank`; 0: any).
+
+    Raises ConfigError as `load_scorer` does. A collective.
     """
 
     def __init__(self, config: Config, ranks: Ranks) -> None:
@@ -236,18 +239,18 @@ class RunLearner:
             command = self._ranks.broadcast(None)
             if command is None:
                 return
-            name, arguments = command
+            name, arguments, options = command
             with suppress(ServiceError):  # which rank 0 raises too
-                getattr(self, name)(*arguments)
+                getattr(self, name)(*arguments, **options)
 
     def close(self) -> None:
         """Ends the other ranks' `follow`."""
         self._ranks.broadcast(None)
 
-    def _on_all_ranks(self, name: str, *arguments: Any) -> Any:
+    def _on_all_ranks(self, name: str, *arguments: Any, **options: Any) -> Any:
         """Calls a method on every rank, with what rank 0 has checked; returns rank 0's result."""
-        self._ranks.broadcast((name, arguments))
-        return getattr(self, name)(*arguments)
+        self._ranks.broadcast((name, arguments, options))
+        return getattr(self, name)(*arguments, **options)
 
     def _known(self, run: str) -> _Run:
         if run not in self._runs:
@@ -260,13 +263,16 @@ class RunLearner:
         return self._runs[run]
 
     def _check_spec(self, spec: LoraSpec) -> None:
-        widest = int(self.model.config.get_text_config().hidden_size)
-        if not 1 <= spec.rank <= widest:
+        highest = int(self.model.config.get_text_config().hidden_size)
+        # SGLang reserves memory for adapters of this rank.
+        if self._config.lora.rank:
+            highest = min(highest, self._config.lora.rank)
+        if not 1 <= spec.rank <= highest:
             raise InvalidInput(
-                f"a rank is 1 to {widest}, the width of the base model",
+                f"a rank is 1 to {highest} here",
                 field="lora_config.rank",
                 value=spec.rank,
-                remedy="use 8 to 64",
+                remedy="use a lower one, or start the server with a higher lora.rank",
             )
         if not self._chosen(spec):
             raise InvalidInput(
@@ -371,7 +377,9 @@ class RunLearner:
         self._known(run)
         checked, settings = checked_loss(loss, config)
         check_data(data, checked, vocabulary=self.vocabulary, longest=self.longest)
-        outputs: Outputs = self._on_all_ranks("_pass", run, data, loss, settings, backward)
+        outputs: Outputs = self._on_all_ranks(
+            "_pass", run, data, loss=loss, settings=settings, backward=backward
+        )
         return outputs
 
     def _pass(

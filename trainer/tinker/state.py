@@ -14,7 +14,7 @@ from trainer.tinker.store import Fact, Journal, TinkerStore, name_of
 
 KEPT_UNNAMED = 16
 """Unnamed weights of a run for its samplers; older ones are removed."""
-_F = TypeVar("_F", Session, Run, Sampler, Checkpoint)
+_F = TypeVar("_F", bound=Session | Run | Sampler | Checkpoint)
 
 
 class State:

@@ -13,8 +13,8 @@ from typing import Any, TypeVar
 import msgspec
 
 from common.errors import InvalidInput, NotFound, ServiceError
-from services.http.one_thread import OneThread
 from services.http.sqlite_store import TABLES, Damaged, SqliteStore, sealed, sum_of, unsealed
+from trainer.tinker.one_thread import OneThread
 from trainer.tinker.records import Checkpoint, Operation, Result, Run, Sampler, Session
 
 _SCHEMA = (
@@ -26,9 +26,9 @@ CREATE TABLE operations (line TEXT NOT NULL, seq INTEGER NOT NULL, kind TEXT NOT
     body_sum INTEGER NOT NULL, seal INTEGER NOT NULL, PRIMARY KEY (line, seq)) STRICT;
 CREATE TABLE bodies (line TEXT NOT NULL, seq INTEGER NOT NULL, body BLOB NOT NULL,
     PRIMARY KEY (line, seq)) STRICT;
-CREATE TABLE results (line TEXT NOT NULL, seq INTEGER NOT NULL, ok INTEGER NOT NULL,
-    content BLOB NOT NULL, is_json INTEGER NOT NULL, finished INTEGER NOT NULL,
-    weights TEXT NOT NULL, seal INTEGER NOT NULL, PRIMARY KEY (line, seq)) STRICT;
+CREATE TABLE results (finished INTEGER PRIMARY KEY AUTOINCREMENT, line TEXT NOT NULL,
+    seq INTEGER NOT NULL, ok INTEGER NOT NULL, content BLOB NOT NULL, is_json INTEGER NOT NULL,
+    weights TEXT NOT NULL, seal INTEGER NOT NULL, UNIQUE (line, seq)) STRICT;
 CREATE INDEX by_end ON results (line, finished);
 """
 )
@@ -50,8 +50,10 @@ class TinkerStore(SqliteStore):
 
     def __init__(self, path: Path) -> None:
         super().__init__(path, _SCHEMA)
-        (last,) = self.db.execute("SELECT MAX(finished) FROM results").fetchone()
-        self._finished: int = last or 0
+        # It counts on when the latest results have been dropped: clients have seen their numbers.
+        counted = self.db.execute("SELECT seq FROM sqlite_sequence WHERE name = 'results'")
+        last = counted.fetchone()
+        self._finished: int = last[0] if last else 0
 
     # ------------------------------------------------------------ facts
 
@@ -151,7 +153,8 @@ class TinkerStore(SqliteStore):
             self.db.execute("DELETE FROM bodies WHERE line = ? AND seq = ?", (line, seq))
         row = (line, seq, int(result.ok), result.content, int(result.is_json))
         self.db.execute(
-            "INSERT INTO results VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
+            "INSERT INTO results (line, seq, ok, content, is_json, finished, weights, seal) "
+            "VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
             sealed((*row, self._finished, result.weights)),
         )
 

@@ -129,11 +129,11 @@ def template(facts: RunFacts) -> Cause | None:
     what = (
         f"the prompts lack the end of the problem: {groups[0].prompt[-60:]!r} became {read[-80:]!r}"
     )
-    return Cause("template", step, what, "repair model.chat_template", _places(step, groups))
+    return Cause("template", step, what, "repair model.chat_template", groups=_places(step, groups))
 
 
 def leak(facts: RunFacts) -> Cause | None:
-    """The prompt states its own answer, or held-out problems were trained on."""
+    """The prompt states its own answer."""
 
     def states_answer(group: GroupTexts) -> bool:
         gold = gold_answer(group.ground_truth)
@@ -146,7 +146,7 @@ def leak(facts: RunFacts) -> Cause | None:
     step, groups = found
     what = f"the problems state their answers: {groups[0].prompt[-80:]!r}"
     remedy = "remove the answer from the column of the problem (data.prompt_field)"
-    return Cause("leak", step, what, remedy, _places(step, groups))
+    return Cause("leak", step, what, remedy, groups=_places(step, groups))
 
 
 def duplicates(facts: RunFacts) -> Cause | None:
@@ -170,7 +170,9 @@ def duplicates(facts: RunFacts) -> Cause | None:
     what = f"{total} problems have only {len(ids)} different texts; one of them has the ids "
     what += ", ".join(sorted(ids[text])[:_SHOWN])
     first = places[text][0][0]
-    return Cause("duplicates", first, what, "remove the copies from the data", places[text][:3])
+    return Cause(
+        "duplicates", first, what, "remove the copies from the data", groups=places[text][:3]
+    )
 
 
 def phrase(facts: RunFacts) -> Cause | None:
@@ -201,7 +203,7 @@ def phrase(facts: RunFacts) -> Cause | None:
                 f"group and in {of_others:.0%} of the others"
             )
             remedy = "correct the reward function; rlhf regrade shows what that changes"
-            return Cause("phrase", step, what, remedy, _places(step, facts.texts(step)))
+            return Cause("phrase", step, what, remedy, groups=_places(step, facts.texts(step)))
     return None
 
 
@@ -251,7 +253,9 @@ def problem(facts: RunFacts) -> Cause | None:
     )
     remedy = "correct the row, and see what it changes with rlhf regrade --gold"
     step = min(at for at, each in facts.groups.items() for g in each if g.prompt_id == name)
-    return Cause("problem", step, what, remedy, [(at, each.id) for at, each in groups[name]][:3])
+    return Cause(
+        "problem", step, what, remedy, groups=[(at, each.id) for at, each in groups[name]][:3]
+    )
 
 
 def cut(facts: RunFacts) -> Cause | None:

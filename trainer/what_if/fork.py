@@ -74,7 +74,7 @@ def main(argv: list[str] | None = None) -> None:
     from trainer.what_if.forking import prepared
 
     changes = dict(arguments.set)
-    config, answers = prepared(run_dir, step, output, changes, arguments.max_steps)
+    config, answers = prepared(run_dir, step, output, changes, steps=arguments.max_steps)
     train_in_process(config, rollout_transport=answers.before)
     positions = [
         group["position"]

@@ -33,7 +33,7 @@ _CHANGES_ANSWERS = ("sampling.", "model.", "data.", "environment.", "rollout.", 
 
 
 def prepared(
-    run_dir: Path, step: int, output: Path, changes: Mapping[str, Any], steps: int | None
+    run_dir: Path, step: int, output: Path, changes: Mapping[str, Any], *, steps: int | None
 ) -> "tuple[Config, RecordedAnswers]":
     """Writes the directory of a fork; returns its settings and its engine's recorded answers.
     Raises ConfigError.
@@ -54,7 +54,7 @@ def prepared(
     if not any(name.startswith(_CHANGES_ANSWERS) for name in changes):
         answers.known = valid_groups(run_dir, parent, step)
     has_other_data = any(name.startswith("data.") for name in changes)
-    _begin(run_dir, parent, config, step, record, from_start=has_other_data)
+    _begin(run_dir, parent, config, step, record=record, from_start=has_other_data)
     return config, answers
 
 
@@ -145,7 +145,7 @@ def _answer(completion: Completion) -> Json:
 
 
 def _begin(
-    run_dir: Path, config: Config, fork: Config, step: int, record: AuditRecord, *, from_start: bool
+    run_dir: Path, config: Config, fork: Config, step: int, *, record: AuditRecord, from_start: bool
 ) -> None:
     """Writes the directory of a fork as it was after `step`: a checkpoint, and the lines of steps.
 

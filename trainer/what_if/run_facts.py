@@ -132,7 +132,7 @@ class RunFacts:
             after = fmean(values[place : place + _WINDOW])
             change = abs(after - before)
             if at is not None or change >= _LEAST_SHARE * (max(values) - min(values)):
-                found.append(Jump(metric, step, before, after, change / noise))
+                found.append(Jump(metric, step, before, after, size=change / noise))
         return max(found, key=lambda jump: jump.size, default=None)
 
 

@@ -114,7 +114,8 @@ def explain(facts: RunFacts, metric: str | None = None, step: int | None = None)
 
 def _jump(facts: RunFacts, metric: str | None) -> Jump | None:
     names = _WATCHED if metric is None else (metric,)
-    jumps = [jump for name in names if (jump := facts.jump(name)) is not None]
+    found = [facts.jump(name) for name in names]
+    jumps = [jump for jump in found if jump is not None]
     largest = max(jumps, key=lambda jump: jump.size, default=None)
     return largest if metric or (largest and largest.size >= _LEAST) else None
 

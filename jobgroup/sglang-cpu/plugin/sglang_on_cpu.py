@@ -8,12 +8,14 @@ which is all a small model needs.
 import functools
 import importlib.util
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 from sglang.srt.platforms.cpu import CpuSRTPlatform  # type: ignore[import-not-found]
 from sglang.srt.platforms.device_mixin import PlatformEnum  # type: ignore[import-not-found]
+from torch.nn.functional import rms_norm, silu, softplus
 
 _KEPT: list[torch.library.Library] = []
 """Declared operators vanish with the object that declared them."""
@@ -27,6 +29,7 @@ def activate() -> str:
     if not torch.cuda.is_available():
         torch.cuda.synchronize = _nothing_to_wait_for  # `/weights_checker` calls it on every device
     _leave_memory_unpinned()
+    torch.cpu.device = nullcontext  # Mamba's kernels are launched on the device of their tensors
     return f"{__name__}.TorchCpu"
 
 
@@ -51,6 +54,7 @@ class TorchCpu(CpuSRTPlatform):  # type: ignore[misc]
 
         update_config.DEFAULT_MOE_PADDING_SIZE = 1
         common.ALLOC_MEMORY_FUNCS["cpu"] = common.alloc_with_pin_memory
+        _compute_linear_layers()
 
     def get_default_attention_backend(self) -> str:
         """Scaled dot-product attention of torch."""
@@ -76,6 +80,96 @@ class TorchCpu(CpuSRTPlatform):  # type: ignore[misc]
                 super().__init__(size, **rest)
 
         return TokenAllocator
+
+
+def _compute_linear_layers() -> None:
+    """Lets linear layers compute. Triton's interpreter runs SGLang's kernels of Mamba and of
+    convolutions, which SGLang binds on an XPU, and on a CPU not at all. Those of a gated delta rule
+    are tuned on a GPU and refuse float32: torch computes it, token by token.
+    """
+    from sglang.kernels.ops.attention.fla import layernorm_gated  # type: ignore[import-not-found]
+    from sglang.kernels.ops.mamba import causal_conv1d_triton  # type: ignore[import-not-found]
+    from sglang.srt.layers.attention.linear.kernels import (  # type: ignore[import-not-found]
+        gdn_triton,
+    )
+    from sglang.srt.layers.attention.mamba import mamba  # type: ignore[import-not-found]
+
+    for name in ("causal_conv1d_fn", "causal_conv1d_update"):
+        kernel = getattr(causal_conv1d_triton, name)
+        setattr(mamba, name, kernel)
+        setattr(mamba, f"{name}_triton", kernel)
+    gdn_triton.chunk_gated_delta_rule = _delta_rule
+    gdn_triton.TritonGDNKernel.packed_decode = _delta_rule_step
+    layernorm_gated.RMSNorm.forward = _gated_norm
+
+
+def _delta_rule(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    *,
+    initial_state: torch.Tensor,
+    initial_state_indices: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    **_: Any,
+) -> tuple[torch.Tensor, None, None]:
+    """Takes the place of `chunk_gated_delta_rule` for sequences one after another: q and k [1, T,
+    heads, K], v [1, T, value heads, V], g and beta [1, T, value heads], which end at `cu_seqlens`.
+
+    Returns outputs like v; changes the states [slots, value heads, V, K] of the sequences in place.
+    """
+    repeats = v.shape[2] // q.shape[2]
+    units = [x[0] * (x[0].square().sum(-1, keepdim=True) + 1e-6).rsqrt() for x in (q, k)]
+    queries, keys = [unit.repeat_interleave(repeats, 1) for unit in units]
+    queries = queries * q.shape[-1] ** -0.5
+    outputs = torch.empty_like(v)
+    ends = cu_seqlens.tolist()
+    for slot, start, end in zip(initial_state_indices.tolist(), ends, ends[1:], strict=False):
+        state = initial_state[slot]
+        for t in range(start, end):
+            state *= g[0, t].exp()[:, None, None]
+            change = beta[0, t][:, None] * (v[0, t] - (state @ keys[t][..., None])[..., 0])
+            state += change[..., None] * keys[t][:, None]
+            outputs[0, t] = (state @ queries[t][..., None])[..., 0]
+    return outputs, None, None
+
+
+def _delta_rule_step(
+    _self: object,
+    mixed_qkv: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    *,
+    A_log: torch.Tensor,
+    dt_bias: torch.Tensor,
+    ssm_states: torch.Tensor,
+    cache_indices: torch.Tensor,
+    **_: Any,
+) -> torch.Tensor:
+    """Takes the place of `TritonGDNKernel.packed_decode` for a token of each sequence."""
+    count = len(mixed_qkv)
+    _slots, value_heads, value_dim, key_dim = ssm_states.shape
+    of_values = value_heads * value_dim
+    of_keys = (mixed_qkv.shape[1] - of_values) // 2
+    q, k, v = mixed_qkv[None].split([of_keys, of_keys, of_values], -1)
+    outputs, _none, _none = _delta_rule(
+        q.unflatten(-1, (-1, key_dim)),
+        k.unflatten(-1, (-1, key_dim)),
+        v.unflatten(-1, (value_heads, value_dim)),
+        (-A_log.exp() * softplus(a + dt_bias))[None],
+        beta=b.sigmoid()[None],
+        initial_state=ssm_states,
+        initial_state_indices=cache_indices,
+        cu_seqlens=torch.arange(count + 1),
+    )
+    return outputs
+
+
+def _gated_norm(self: Any, x: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
+    """Takes the place of the forward of SGLang's RMSNorm with a gate after it."""
+    return rms_norm(x, x.shape[-1:], self.weight, self.eps) * silu(z.view_as(x))
 
 
 def _nothing_to_wait_for(device: object = None) -> None:

@@ -6,13 +6,12 @@ import pytest
 from common.errors import ConfigError
 from common.models.memory import (
     ModelShape,
-    engine_memory,
     fastest_fit,
     trainer_host_bytes,
     trainer_memory,
 )
 from common.settings.config import load
-from tests.support.models.model_shapes import GPU, QWEN_05B, QWEN_7B, QWEN_30B_A3B
+from tests.support.models.model_shapes import GPU, QWEN_05B, QWEN_7B, QWEN_30B_A3B, engine_of
 
 
 def test_parameters_are_those_of_the_published_models() -> None:
@@ -133,22 +132,22 @@ def test_gradients_of_the_whole_model_are_kept_where_they_are_small() -> None:
 
 def test_memory_of_the_engine_cache() -> None:
     one, two = (
-        engine_memory(QWEN_7B, load(["--rollout.tensor_parallel_size", str(size)], {}), GPU)
+        engine_of(QWEN_7B, load(["--rollout.tensor_parallel_size", str(size)], {}), GPU)
         for size in (1, 2)
     )
     assert one.kv_bytes_per_token == 2 * 28 * 4 * 128 * 2 == 57_344
     assert one.kv_tokens == (68 * 10**9 - 15_231_233_024) // 57_344
     assert (two.weights, two.kv_bytes_per_token) == (7_615_616_512, 28_672)
-    many = engine_memory(QWEN_7B, load(["--rollout.tensor_parallel_size", "28"], {}), GPU)
+    many = engine_of(QWEN_7B, load(["--rollout.tensor_parallel_size", "28"], {}), GPU)
     assert many.kv_bytes_per_token == 2 * 28 * 128 * 2  # a KV head cannot be split
-    assert engine_memory(QWEN_7B, load([], {}), 10**10).kv_tokens == 0
+    assert engine_of(QWEN_7B, load([], {}), 10**10).kv_tokens == 0
 
 
 def test_impossible_values_are_refused_by_name() -> None:
     with pytest.raises(ConfigError, match=r"8 ranks.*groups of 3.*shard_size"):
         trainer_memory(QWEN_7B, load(["--parallel.shard_size", "3"], {}), 8)
     with pytest.raises(ConfigError, match=r"28 attention heads.*8 GPUs.*tensor_parallel_size"):
-        engine_memory(QWEN_7B, load(["--rollout.tensor_parallel_size", "8"], {}), GPU)
+        engine_of(QWEN_7B, load(["--rollout.tensor_parallel_size", "8"], {}), GPU)
     with pytest.raises(ConfigError, match=r"cannot be estimated.*mixtral"):
         ModelShape.of({"model_type": "mixtral"})
     with pytest.raises(ConfigError, match=r"incomplete.*hidden_size"):

@@ -123,6 +123,21 @@ def test_a_run_without_a_heartbeat_is_taken_over_and_fails_when_it_wakes(
             first.check()
 
 
+@pytest.mark.usefixtures("quick", "unreachable")
+@pytest.mark.parametrize("noticed", [False, True])
+def test_a_run_that_ends_leaves_the_lock_to_the_one_that_took_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, noticed: bool
+) -> None:
+    monkeypatch.setattr(run_lock, "_BEAT_S", 1e6)
+    first = RunLock(tmp_path, "stopped").__enter__()
+    with RunLock(tmp_path, "second"):
+        if noticed:
+            monkeypatch.setattr(run_lock, "_BEAT_S", 0.0)
+            first._beat()
+        first.__exit__()
+        assert json.loads((tmp_path / LOCK).read_bytes())["run"] == "second"
+
+
 def test_a_damaged_lock_file_blocks_nobody(tmp_path: Path) -> None:
     (tmp_path / LOCK).write_bytes(bytes(range(100, 200)))
     with RunLock(tmp_path, "run"):

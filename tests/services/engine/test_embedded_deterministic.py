@@ -22,9 +22,11 @@ from services.engine.engine import Engine
 from services.engine.jobs import GenerationJob, SamplingParams, Sequence
 from services.engine.model import Model
 from tests.support.engines.engines import write_model
+from tests.support.models.every_type import write_type
 
 LIMIT_S = 400
 PROMPT = [40, 50, 60, 70, 80, 90, 100]
+MIXTURES = ("deepseek_v3", "gpt_oss", "qwen3_5_moe_text")
 Answers = list[tuple[list[int], list[float], list[int]]]
 
 
@@ -234,6 +236,32 @@ def test_a_model_that_mixes_its_tokens_is_refused(
     other = Model(model_dir, 256)
     with other.module.lm_head.register_forward_pre_hook(mix):
         Engine(other)  # which promises less
+
+
+@pytest.mark.parametrize("kind", MIXTURES)
+def test_experts_compute_whole_blocks_and_else_the_model_is_refused(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first prompt alone, and among others that choose the same experts."""
+    plain = write_type(kind, tmp_path)
+    rng = np.random.default_rng(0)
+    wanted = rng.integers(10, 250, 5).tolist()
+    model = Model(tmp_path, 112, deterministic=True)
+    model.reserve(41)
+    with torch.inference_mode():
+        alone = model.prefill([wanted], [0], 0)[0]
+        torch.testing.assert_close(alone, plain(torch.tensor([wanted])).logits[0, -1])
+        for count in (1, 5, 20, 40):
+            others = [
+                rng.integers(10, 250, length).tolist() for length in rng.integers(1, 9, count)
+            ]
+            prompts = [*others[: count // 2], wanted, *others[count // 2 :]]
+            beside = model.prefill(prompts, range(count + 1), 0)[count // 2]
+            assert torch.equal(beside, alone)
+
+    monkeypatch.setattr("services.engine.decoder.compute_experts_in_blocks", lambda _: None)
+    with pytest.raises(ConfigError, match=r"beside other tokens.*reproducible false"):
+        Model(tmp_path, 112, deterministic=True).reserve(41)
 
 
 def test_blocks_hold_every_token_once_and_none_before_one_that_it_attends_to() -> None:

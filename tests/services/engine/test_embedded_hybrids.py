@@ -53,8 +53,6 @@ def slowly(kinds: Sequence[str]) -> list[Any]:
 
 
 KINDS = [*FAST, *slowly(SLOW)]
-DETERMINISTIC = [*FAST, *slowly(("falcon_h1", "falcon_mamba", "lfm2", "mamba2", "olmo_hybrid"))]
-"""Models without experts, whose products depend on the tokens beside."""
 
 
 @dataclass(frozen=True)
@@ -252,7 +250,6 @@ def test_hybrid_recorded_steps_compute_no_token_twice(
     assert model.graphs._records
 
 
-@pytest.mark.parametrize("written", DETERMINISTIC, indirect=True)
 def test_hybrid_deterministic_answers_do_not_depend_on_the_batch(written: Written) -> None:
     def answer(engine: Engine, beside: list[GenerationJob]) -> list[tuple[list[int], list[float]]]:
         wanted = GenerationJob("wanted", [20, 30, 40], SamplingParams(max_new_tokens=12), 3)
@@ -262,7 +259,8 @@ def test_hybrid_deterministic_answers_do_not_depend_on_the_batch(written: Writte
 
     with running(written.directories[0], rows=40, deterministic=True) as engine:
         alone = answer(engine, [])
-        assert answer(engine, jobs()) == alone
+        for n in (1, 3):
+            assert answer(engine, jobs(n)) == alone
     for tokens, found in alone:
         wanted = logprobs(written.plain[0], [20, 30, 40], tokens)
         torch.testing.assert_close(torch.tensor(found), wanted, atol=NEAR, rtol=NEAR)

@@ -2,7 +2,9 @@
 
 from typing import Any
 
+from common.models.cache import CacheShape, EngineMemoryEstimate, engine_memory
 from common.models.memory import ModelShape
+from common.settings.config import Config
 
 GPU = 80 * 10**9
 _QWEN: dict[str, Any] = {"model_type": "qwen2"}
@@ -42,3 +44,9 @@ QWEN_30B_A3B = ModelShape.of(
         "tie_word_embeddings": False,
     }
 )
+
+
+def engine_of(shape: ModelShape, config: Config, gpu_bytes: int) -> EngineMemoryEstimate:
+    """Estimates an engine of a model in bfloat16 in which every layer attends."""
+    cache = CacheShape(shape.layers, shape.heads, shape.kv_heads, shape.head_dim)
+    return engine_memory(cache, 2 * shape.parameters, config, gpu_bytes)

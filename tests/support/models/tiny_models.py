@@ -216,7 +216,7 @@ def make(kind: str, seed: int = 0, implementation: str | None = None, **more: An
     transformers."""
     torch.manual_seed(seed)
     if kind == GEMMA:
-        text = SIZES | KINDS["Gemma 3 text"][1] | {"model_type": "gemma3_text"}
+        text = SIZES | KINDS["Gemma 3 text"][1] | more | {"model_type": "gemma3_text"}
         vision = {
             "hidden_size": 16,
             "intermediate_size": 16,

@@ -3,6 +3,7 @@
 python sdk_script.py URL MODEL
 """
 
+import os
 import sys
 import urllib.request
 from typing import Any
@@ -11,6 +12,7 @@ import tinker  # type: ignore[import-not-found, unused-ignore]
 from tinker import types  # type: ignore[import-not-found, unused-ignore]
 
 url, model = sys.argv[1:]
+key = os.environ.get("TINKER_API_KEY", "tml-contract")
 
 
 def datum(tokens: list[int]) -> Any:
@@ -18,8 +20,8 @@ def datum(tokens: list[int]) -> Any:
     return types.Datum(model_input=types.ModelInput.from_ints(tokens[:-1]), loss_fn_inputs=inputs)
 
 
-service = tinker.ServiceClient(base_url=url, api_key="tml-contract")
-rest = tinker.RestClient(base_url=url, api_key="tml-contract")
+service = tinker.ServiceClient(base_url=url, api_key=key)
+rest = tinker.RestClient(base_url=url, api_key=key)
 capabilities = rest.get_server_capabilities().result()
 assert [each.model_name for each in capabilities.supported_models] == [model]
 

@@ -1,8 +1,14 @@
-"""Hand-computed statistics of evaluations."""
+"""Statistics of evaluations: computed by hand, and properties over random verdicts."""
+
+from itertools import combinations, product
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from trainer.evaluation.evaluation import pass_at_k
 from trainer.evaluation.uncertainty import (
+    Z95,
     accuracy_text,
     maj_at_k,
     mean_difference,
@@ -97,3 +103,63 @@ def test_answers_that_are_all_alike_have_an_interval_and_not_an_error_of_0() -> 
     assert accuracy_text(0.5, 0.05, 100) == "0.500 ± 0.050"
     assert accuracy_text(0.0, 0.0, 50) == "0.000 (95 % interval 0.000 to 0.071)"
     assert accuracy_text(1.0, 0.0, 50) == "1.000 (95 % interval 0.929 to 1.000)"
+
+
+_VERDICTS = st.lists(st.tuples(st.booleans(), st.booleans()), min_size=1, max_size=8)
+
+
+@given(count=st.integers(1, 400), data=st.data())
+def test_the_ends_of_wilsons_interval_are_the_shares_that_lie_at_the_limit(
+    count: int, data: st.DataObject
+) -> None:
+    """p is an end when (p̂ − p)² = z²·p(1 − p)/n, or where a share ends."""
+    successes = data.draw(st.integers(0, count))
+    low, high = wilson_interval(successes, count)
+    share = successes / count
+    assert 0 <= low <= share + 1e-15
+    assert share - 1e-15 <= high <= 1
+    for end in (low, high):
+        gap = (share - end) ** 2 - Z95**2 * end * (1 - end) / count
+        assert gap == pytest.approx(0, abs=1e-12)
+
+
+@given(
+    answers=st.lists(st.sampled_from(["1", "2", "3", None]), min_size=1, max_size=7),
+    right=st.sampled_from(["1", "2", "3"]),
+)
+def test_a_vote_is_won_by_the_most_frequent_answer(answers: list[str | None], right: str) -> None:
+    votes = [answers.count(answer) for answer in ("1", "2", "3")]
+    winners = [answer for answer, n in zip("123", votes, strict=True) if n == max(votes) > 0]
+    expected = winners.count(right) / max(1, len(winners))
+    assert maj_at_k(answers, [answer == right for answer in answers]) == pytest.approx(expected)
+
+
+@given(pairs=_VERDICTS, ungraded=st.integers(0, 3))
+def test_two_models_are_compared_by_the_problems_on_which_they_differ(
+    pairs: list[tuple[bool, bool]], ungraded: int
+) -> None:
+    first = [pair[0] for pair in pairs] + [None] * ungraded
+    second = [pair[1] for pair in pairs] + [True] * ungraded
+    found = paired_difference(first, second)
+    gained = [i for i, pair in enumerate(pairs) if pair == (True, False)]
+    lost = [i for i, pair in enumerate(pairs) if pair == (False, True)]
+    assert (found.gained, found.lost, found.num_samples) == (gained, lost, len(pairs))
+    assert found.difference == pytest.approx((len(gained) - len(lost)) / len(pairs))
+    # Of all ways in which the problems that differ could have fallen, those at least as uneven.
+    differing = len(gained) + len(lost)
+    falls = [abs(2 * sum(ways) - differing) for ways in product((0, 1), repeat=differing)]
+    uneven = sum(fall >= abs(len(gained) - len(lost)) for fall in falls)
+    assert found.p_value == pytest.approx(uneven / len(falls))
+    back = paired_difference(second, first)
+    assert (back.low, back.high) == pytest.approx((-found.high, -found.low))
+
+
+@given(samples=st.integers(1, 7), data=st.data())
+def test_pass_at_k_is_the_share_of_draws_with_a_right_answer(
+    samples: int, data: st.DataObject
+) -> None:
+    correct = data.draw(st.integers(0, samples))
+    k = data.draw(st.integers(1, samples))
+    draws = list(combinations(range(samples), k))
+    passed = sum(min(draw) < correct for draw in draws)
+    assert pass_at_k(samples, correct, k) == pytest.approx(passed / len(draws))

@@ -16,10 +16,29 @@ TOKENS, HIDDEN, VOCABULARY = 23, 16, 50
 Scores = Callable[[nn.Module, Tensor, Tensor, float, bool], tuple[Tensor, Tensor]]
 
 
+class Adapted(nn.Linear):  # type: ignore[misc]  # torch is not typed for mypy here
+    """A head with an adapter of rank 3."""
+
+    def __init__(self) -> None:
+        super().__init__(HIDDEN, VOCABULARY)
+        self.lora_a = nn.Parameter(torch.randn(3, HIDDEN) / 8)
+        self.lora_b = nn.Parameter(torch.randn(VOCABULARY, 3) / 8)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return super().forward(hidden) + hidden @ self.lora_a.t() @ self.lora_b.t()
+
+
 HEADS: dict[str, Callable[[], nn.Module]] = {
     "linear": lambda: nn.Linear(HIDDEN, VOCABULARY, bias=False),
     "bias": lambda: nn.Linear(HIDDEN, VOCABULARY),
 }
+WITH_ADAPTED = HEADS | {"adapted": Adapted}
+
+
+def own(head: nn.Module, hidden: Tensor, *arguments: Any, **options: Any) -> tuple[Tensor, Tensor]:
+    if isinstance(head, Adapted):
+        options["added"] = (hidden @ head.lora_a.t(), head.lora_b)
+    return token_scores(head, hidden, *arguments, **options)
 
 
 def full(
@@ -66,14 +85,14 @@ def chunks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.usefixtures("chunks")
 @pytest.mark.parametrize("entropy_gradient", [False, True])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-@pytest.mark.parametrize("head", HEADS)
+@pytest.mark.parametrize("head", WITH_ADAPTED)
 def test_values_and_gradients_are_those_of_the_full_logits(
     head: str, temperature: float, entropy_gradient: bool
 ) -> None:
     torch.manual_seed(0)
-    module = HEADS[head]()
+    module = WITH_ADAPTED[head]()
     for result, expected in zip(
-        computed(token_scores, module, temperature, entropy_gradient),
+        computed(own, module, temperature, entropy_gradient),
         computed(full, module, temperature, entropy_gradient),
         strict=True,
     ):

@@ -58,19 +58,24 @@ def state(runs: RunLearner, run: str, folder: Path) -> dict[str, bytes]:
 
 
 def test_what_others_do_in_between_changes_no_bit(runs: RunLearner, tmp_path: Path) -> None:
-    spec = LoraSpec(rank=4, seed=1)
-    runs.create("alone", spec)
-    alone = [step(runs, "alone") for _ in range(3)]
-    runs.create("beside", spec)
-    beside: list[dict[str, float]] = []
-    for number in range(3):
-        runs.create(f"other {number}", replace(SMALL, rank=3 + number))
-        step(runs, f"other {number}")
-        beside.append(step(runs, "beside"))
-        runs.forward("other 0", OTHER, "dro", {})
+    specs = {"all layers": LoraSpec(rank=4, seed=1), "attention": SMALL}
+    alone: dict[str, list[dict[str, float]]] = {}
+    for name, spec in specs.items():
+        runs.create(f"{name} alone", spec)
+        alone[name] = [step(runs, f"{name} alone") for _ in range(3)]
+        assert alone[name][0] != alone[name][1], "it learns"
+
+    beside: dict[str, list[dict[str, float]]] = {name: [] for name in specs}
+    for name, spec in specs.items():
+        runs.create(name, spec)
+    for _ in range(3):
+        for name in specs:
+            beside[name].append(step(runs, name))
+            runs.forward("attention", OTHER, "dro", {})
     assert beside == alone
-    assert alone[0] != alone[1], "it learns"
-    assert state(runs, "beside", tmp_path / "b") == state(runs, "alone", tmp_path / "a")
+    for name in specs:
+        expected = state(runs, f"{name} alone", tmp_path / name / "alone")
+        assert state(runs, name, tmp_path / name / "beside") == expected
 
 
 def test_a_run_comes_back_with_its_optimiser_and_gradient(
@@ -338,6 +343,13 @@ def test_wrong_names_specs_and_files(runs: RunLearner, run: str, tmp_path: Path)
     weights.unlink()
     fails(InvalidInput, runs.load, run, folder, False)
     assert state(runs, run, tmp_path / "after") == before
+
+
+def test_the_highest_rank_is_a_setting(policy_dir: Path) -> None:
+    runs = learner(policy_dir, lora__rank=4)
+    runs.create("highest", LoraSpec(rank=4))
+    with pytest.raises(InvalidInput):
+        runs.create("higher", LoraSpec(rank=5))
 
 
 def test_a_folder_has_its_name_only_when_it_is_whole(

@@ -83,6 +83,20 @@ def test_a_snapshot_makes_bodies_superfluous(tmp_path: Path) -> None:
         assert store.result(_RUN.id, 1) is not None
 
 
+def test_results_are_counted_on_when_the_latest_are_dropped(tmp_path: Path) -> None:
+    store = _store(tmp_path)
+    with store.transaction():
+        for seq in (1, 2):
+            store.accept(_operation(seq))
+        store.finish(_RUN.id, 1, _DONE, repeatable=False)
+        store.forget(_RUN.id, [1])
+    store.close()
+    store = _store(tmp_path)
+    with store.transaction():
+        store.finish(_RUN.id, 2, _DONE, repeatable=False)
+        assert [seq for seq, *_ in store.finished_after(_RUN.id, range(10), after=1)] == [2]
+
+
 def test_results_that_were_fetched_are_dropped(tmp_path: Path) -> None:
     store = _store(tmp_path)
     with store.transaction():
