@@ -28,11 +28,10 @@ from services.engine.sampling import Inputs, sample
 ROWS = 64
 """Tokens of a block."""
 _COLUMNS_UNIT = 64
-_PROBE = 24
-"""Tokens of the sequence that `check` computes alone and beside others."""
-_PAIRS = 3
+_PROBE = 8
+"""Tokens of the two sequences with which `check` fills blocks."""
 _COUNTS = (1, 2, 4, 8, 16, 32, 63)
-"""How often `check` has the first token of a pair in a block."""
+"""How often `check` has the first of them."""
 _POSITION = 2
 """Row of the positions among tokens [3, N], below the tokens and their rows of the cache."""
 Indices = NDArray[np.int64]
@@ -122,27 +121,18 @@ class BlockPasses:
         """Checks, while no row runs, that a token's place in a block and the tokens beside it
         change nothing. Raises ConfigError where they do.
 
-        A sample: one sequence after others and in every place of a block, and blocks of two
-        tokens, of which one is there 1 to 63 times: so often it chooses its experts.
+        A sample: blocks of two sequences, of which one is there 1 to 63 times, so that as many
+        tokens choose its experts.
         """
-        prompts = (7 * np.arange(3 * _PROBE).reshape(3, _PROBE) % vocabulary).tolist()
-        probe = prompts[0]
-        alone = self.prefill([probe], [0], first=0)[0]
-        self.prefill([probe[:-1]], [0], first=0)
-        last = np.array([[probe[-1]], [0], [_PROBE - 1]])
-        places = self._logits(np.repeat(last, ROWS, axis=1))  # in every place of a block
-        unequal = bool((places != alone).any())
-        for shift in (1, _PROBE - 1):
-            beside = self.prefill([prompts[1][:shift], prompts[2], probe], [0, 1, 2], first=0)[2]
-            unequal |= not torch.equal(beside, alone)
-
-        for one, other in (7 * np.arange(2 * _PAIRS).reshape(_PAIRS, 2) % vocabulary).tolist():
-            own = self.prefill([[one]], [0], first=0)
-            others = self.prefill([[other]], [0], first=0)
-            for count in _COUNTS:
-                pair = [[one]] * count + [[other]] * (ROWS - count)
-                mixed = self.prefill(pair, range(ROWS), first=0)
-                unequal |= bool((mixed[:count] != own).any() | (mixed[count:] != others).any())
+        tokens = 7 * np.arange(2 * _PROBE) % vocabulary
+        one, other = tokens.reshape(2, _PROBE).tolist()
+        own = self.prefill([one], [0], first=0)
+        others = self.prefill([other], [0], first=0)
+        unequal = False
+        for count in _COUNTS:
+            together = [one] * count + [other] * (ROWS - count)
+            found = self.prefill(together, range(ROWS), first=0)
+            unequal |= bool((found[:count] != own).any() | (found[count:] != others).any())
         if unequal:
             raise ConfigError(
                 "this model, on this machine, computes a token differently beside other tokens, so "

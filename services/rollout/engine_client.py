@@ -274,6 +274,15 @@ def _sglang_context_length(config: Config, model_path: str) -> int | None:
             value=model_path,
             remedy="set rollout.engine=embedded, or use another model",
         )
+    # The platform for CPUs corrects it.
+    if model_config.get("model_type") == "granitemoehybrid" and config.rollout.device != "cpu":
+        raise ConfigError(
+            "SGLang 0.5.21 adds the input of this model's last MLP twice, and would sample from "
+            "another policy",
+            field="model.name",
+            value=model_path,
+            remedy="set rollout.engine=embedded, or use another model",
+        )
     reasons: dict[int, str] = {}
     window = model_config.get("sliding_window")
     ignores_windows = model_config.get("model_type") in _WITHOUT_WINDOWS

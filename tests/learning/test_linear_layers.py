@@ -102,7 +102,8 @@ def test_layers_that_are_compiled(
     counters.clear()
     for name in ("groups", "mixed"):
         assert_same(results(model, Packed, name), alone(hybrid("lfm2"), name))
-    assert counters["stats"]["unique_graphs"] > 0
+    if checkpointing != "selective":
+        assert counters["stats"]["unique_graphs"] > 0
 
 
 def test_a_prompt_is_computed_once_and_its_state_continues() -> None:

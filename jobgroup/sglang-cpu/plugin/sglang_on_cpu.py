@@ -71,6 +71,8 @@ class TorchCpu(CpuSRTPlatform):  # type: ignore[misc]
         """SGLang's allocator for pages of one token; the one for larger pages is a GPU kernel."""
         from sglang.srt.mem_cache import allocator
 
+        _add_residuals_once()
+
         class TokenAllocator(allocator.TokenToKVPoolAllocator):  # type: ignore[misc]
             def __init__(self, size: int, *, page_size: int, **rest: Any) -> None:
                 if page_size != 1:
@@ -101,6 +103,24 @@ def _compute_linear_layers() -> None:
     gdn_triton.chunk_gated_delta_rule = _delta_rule
     gdn_triton.TritonGDNKernel.packed_decode = _delta_rule_step
     layernorm_gated.RMSNorm.forward = _gated_norm
+
+
+@functools.cache
+def _add_residuals_once() -> None:
+    """Corrects SGLang's Granite 4 hybrid, whose last norm adds the input of the last layer's MLP
+    again. Called when all models are imported, and before any of them runs.
+    """
+    from sglang.srt.models import granitemoehybrid  # type: ignore[import-not-found]
+
+    def corrected(forward: Callable[..., Any]) -> Callable[..., Any]:
+        def forwarded(*arguments: Any, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
+            states, _residual = forward(*arguments, **options)
+            return states, torch.zeros_like(states)
+
+        return forwarded
+
+    for layer in granitemoehybrid.ALL_DECODER_LAYER_TYPES.values():
+        layer.forward = corrected(layer.forward)
 
 
 def _delta_rule(

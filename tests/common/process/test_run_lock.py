@@ -65,10 +65,12 @@ def test_a_killed_run_releases_the_directory_at_once(tmp_path: Path) -> None:
 
 
 def test_a_process_cannot_lock_a_directory_twice(tmp_path: Path) -> None:
-    with RunLock(tmp_path, "first"), pytest.raises(ConfigError, match="run first"):
-        RunLock(tmp_path, "second").__enter__()
-    with RunLock(tmp_path, "third"):
-        pass
+    with RunLock(tmp_path, "first"), pytest.raises(ConfigError, match="run first") as error:
+        RunLock(tmp_path, "second", "state_dir").__enter__()
+    found = error.value
+    assert (found.code, found.field, found.value) == ("run_in_use", "state_dir", str(tmp_path))
+    with RunLock(tmp_path, "third") as third:
+        assert third.run == "third"
 
 
 @pytest.fixture
@@ -119,8 +121,11 @@ def test_a_run_without_a_heartbeat_is_taken_over_and_fails_when_it_wakes(
         first._beat()  # the run wakes up
         with pytest.raises(
             ServiceError, match=r"was suspended or slow, and run second \(process .* took over"
-        ):
+        ) as error:
             first.check()
+        found = error.value
+        assert (found.code, found.field) == ("run_taken_over", "trainer.run_dir")
+        assert found.value == str(tmp_path)
 
 
 @pytest.mark.usefixtures("quick", "unreachable")

@@ -225,16 +225,15 @@ def test_a_model_that_mixes_its_tokens_is_refused(
     """The change is too small for the check that a sequence is computed as if alone."""
     model = Model(model_dir, 256, deterministic=True)
 
-    def mix(_: Any, arguments: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-        (hidden,) = arguments
-        return (hidden + 1e-6 * hidden.mean(0, keepdim=True),)
+    def mix(_: Any, __: Any, logits: torch.Tensor) -> torch.Tensor:
+        return logits + 1e-6 * logits.mean(0, keepdim=True)
 
     refused = pytest.raises(ConfigError, match=r"beside other tokens.*reproducible false")
-    with model.module.lm_head.register_forward_pre_hook(mix), refused:
+    with model.module.get_output_embeddings().register_forward_hook(mix), refused:
         Engine(model)
     Engine(model)
     other = Model(model_dir, 256)
-    with other.module.lm_head.register_forward_pre_hook(mix):
+    with other.module.get_output_embeddings().register_forward_hook(mix):
         Engine(other)  # which promises less
 
 

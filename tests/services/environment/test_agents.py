@@ -22,6 +22,7 @@ from common.wire.schemas import Episode
 from services.environment import program_runner
 from services.environment.programs import Folders
 from services.environment.runners import load_runner
+from services.environment.runtimes.runtime import Container, Spec
 from services.http.app import create_app, listen, serving
 from tests.support.environments.environments import Served, request_for, served
 from tests.support.paths import ROOT
@@ -64,6 +65,26 @@ async def test_a_program_gives_its_reward_by_a_file_or_a_call(
             assert episode.components == parts
             assert episode.reward == sum(parts.values())
             assert (episode.answer, episode.metrics["turns"], len(episode.sequences)) == ("3", 1, 1)
+
+
+async def test_the_start_of_a_container_is_not_its_episodes_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A pod waits for room in its cluster, or for its image."""
+    async with served(NAME, lambda _: "3") as server:
+        start = server.service.runner._runtime.start
+
+        async def start_late(spec: Spec, home: Path) -> Container:
+            await asyncio.sleep(1.0)
+            return await start(spec, home)
+
+        async def reward(*_: object) -> float:
+            return 1.0
+
+        monkeypatch.setattr(server.service.runner._runtime, "start", start_late)
+        monkeypatch.setattr(server.service.runner, "_reward_of", reward)
+        episode = await play(server, "number", deadline_s=0.5)
+    assert episode.status != "timeout"
 
 
 async def test_answer_without_a_reward_is_left_to_be_graded_unless_others_have_one() -> None:

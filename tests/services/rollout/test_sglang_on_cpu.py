@@ -206,6 +206,20 @@ def test_dynamic_positions_are_refused_with_sglang(tmp_path: Path) -> None:
         engine_command(Config(rollout=rollout(tmp_path)), Topology(), str(tmp_path), "3")
 
 
+def test_a_model_that_sglang_computes_otherwise_is_refused_where_nothing_corrects_it(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "granitemoehybrid"}))
+    with pytest.raises(ConfigError, match=r"last MLP.*rollout\.engine=embedded"):
+        engine_command(Config(rollout=rollout(tmp_path)), Topology(), str(tmp_path), "3")
+    on_cpu = Config(rollout=rollout(tmp_path, device="cpu"))
+    command = engine_command(on_cpu, Topology(), str(tmp_path), "3")
+    place = command.index("--mamba-radix-cache-strategy")
+    assert command[place + 1] == "no_buffer"
+    assert "--disable-overlap-schedule" in command
+    assert engine_env(on_cpu)["TRITON_INTERPRET"] == "1"
+
+
 def test_sglang_is_told_the_cores_of_every_process_on_a_cpu(tmp_path: Path) -> None:
     name = "SGLANG_CPU_OMP_THREADS_BIND"
     assert name not in engine_env(Config(rollout=rollout(tmp_path, device="cpu")))

@@ -8,7 +8,7 @@ import zlib
 import verifiers.v1 as vf
 
 PROGRAM = """
-import json, sys, urllib.request
+import json, sys, time, urllib.request
 url, key, prompt, times = sys.argv[1:]
 messages = [{"role": "user", "content": prompt}]
 for _ in range(int(times)):
@@ -16,6 +16,8 @@ for _ in range(int(times)):
     headers = {"content-type": "application/json", "authorization": f"Bearer {key}"}
     with urllib.request.urlopen(urllib.request.Request(url + "/chat/completions", body, headers)) as answer:
         message = json.load(answer)["choices"][0]["message"]
+    if message["content"] == "Wait.":
+        time.sleep(60)
     messages += [message, {"role": "user", "content": "Are you sure?"}]
 """
 
