@@ -267,6 +267,10 @@ class TinkerServer:
     ) -> Operation:
         """Accepts an operation of a run."""
         run = self.state.find(Run, body.model_id, owner)
+        if isinstance(body, requests.SaveForSampler):
+            # The SDK counts this up when it sends the same request again.
+            plain = body.model_copy(update={"sampling_session_seq_id": None})
+            content = plain.model_dump_json().encode()
         return await self._accept(Operation(run.id, body.seq_id, kind, content))
 
     async def accept_sample(self, owner: str, body: requests.Sample, content: bytes) -> Operation:

@@ -296,10 +296,9 @@ class Training:
             about=getattr(body, "user_metadata", None),
             unnamed=body.path is None,
         )
-        number = getattr(body, "sampling_session_seq_id", None)
-        if number is None:
+        if kind != "sampler_weights" or not checkpoint.unnamed:
             return _json(checkpoint, path=path, type=operation.kind)
-        sampler = Sampler(f"{run.session}:sample:{number}", run.session, run.owner, path)
+        sampler = Sampler(f"{run.id}:sample:{operation.seq}", run.session, run.owner, path)
         return _json(
             checkpoint, sampler, path=path, sampling_session_id=sampler.id, type=operation.kind
         )

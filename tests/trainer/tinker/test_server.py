@@ -308,11 +308,21 @@ async def test_samples_are_of_the_weights_that_were_saved(tmp_path: Path) -> Non
                 seq_id=3 * number + 1,
                 sampling_session_seq_id=number,
             )
+            again = await client.post(
+                "save_weights_for_sampler",
+                model_id=run,
+                seq_id=3 * number + 1,
+                sampling_session_seq_id=number + 100,
+            )
+            assert again == saved
             made = (await client.result(saved["request_id"])).json()
-            assert made["sampling_session_id"] == f"{client.session}:sample:{number}"
+            assert made["sampling_session_id"] == f"{run}:sample:{3 * number + 1}"
             await client.passes(run, 3 * number + 2)
             await client.step(run, 3 * number + 3)
-        answers = [await _sampled(client, number, seq=0) for number in (3, 0, 0, 1)]
+        answers = [
+            await _sampled(client, f"{run}:sample:{3 * number + 1}", seq=0)
+            for number in (3, 0, 0, 1)
+        ]
         weights = [_logprobs(answer)[0] for answer in answers]
         assert weights == [3 - 3 * 2.5, 3, 3, 0.5]
         assert len({answer.headers["x-sampled-from"] for answer in answers}) == 3
@@ -321,20 +331,20 @@ async def test_samples_are_of_the_weights_that_were_saved(tmp_path: Path) -> Non
 
         # A restarted engine has none of them.
         engine.adapters.clear()
-        assert _logprobs(await _sampled(client, 1, seq=1))[0] == 0.5
+        assert _logprobs(await _sampled(client, f"{run}:sample:4", seq=1))[0] == 0.5
 
         file = next((tmp_path / "runs").glob("*/sampler_weights-4/adapter_model.safetensors"))
         file.write_bytes(b"0" * 16)
         engine.adapters.clear()
-        failed = (await _sampled(client, 1, seq=2)).json()
+        failed = (await _sampled(client, f"{run}:sample:4", seq=2)).json()
         assert failed["category"] == "server"
         assert "checksum" in failed["error"]
 
 
-async def _sampled(client: Client, sampler: int, seq: int, **more: Any) -> httpx.Response:
+async def _sampled(client: Client, sampler: str, seq: int, **more: Any) -> httpx.Response:
     made = await client.post(
         "asample",
-        sampling_session_id=f"{client.session}:sample:{sampler}",
+        sampling_session_id=sampler,
         seq_id=seq,
         prompt={"chunks": [{"tokens": [1, 2], "type": "encoded_text"}]},
         sampling_params={"max_tokens": 4, **more.pop("params", {})},
@@ -363,7 +373,7 @@ async def test_one_question_tells_what_a_sampler_has_finished(tmp_path: Path) ->
             base_model=BASE,
         )
         sampler = made["sampling_session_id"]
-        answers = [await _sampled(client, 0, seq=seq) for seq in (0, 1, 0)]
+        answers = [await _sampled(client, sampler, seq=seq) for seq in (0, 1, 0)]
         assert answers[0].content == answers[2].content != answers[1].content
         target = {"sampling_session_id": sampler}
         news = await client.post("retrieve_futures", target=target)
@@ -528,6 +538,6 @@ async def test_only_the_newest_unnamed_weights_are_kept(
             )
             await client.result(saved["request_id"])
         found = (await client.http.get(f"/api/v1/sessions/{client.session}")).json()
-        assert {name[-1] for name in found["sampler_ids"]} == {"0", "2", "3"}
+        assert {name[-1] for name in found["sampler_ids"]} == {"3", "4"}
         folders = await asyncio.to_thread(list, tmp_path.glob("runs/*/sampler_weights-*"))  # noqa: ASYNC240
         assert len(folders) == 3
