@@ -96,7 +96,8 @@ def measure(steps: int) -> None:
         group.wait()
     spent = {name: seconds - before.get(name, seconds) for name, seconds in after.items()}
     for name, seconds in sorted(spent.items(), key=lambda item: -item[1]):
-        print(f"{1000 * seconds / len(counted):7.1f} ms  {name.partition(' ')[2]}")
+        if seconds > 0.0005 * len(counted):
+            print(f"{1000 * seconds / len(counted):7.1f} ms  {name.partition(' ')[2]}")
     total = sum(spent.values()) / len(counted)
     print(f"{1000 * total:7.1f} ms of processor for a step, in {len(counted)} steps")
     stages: defaultdict[str, list[float]] = defaultdict(list)

@@ -96,8 +96,11 @@ class _Connection(sqlite3.Connection):
 
 @contextmanager
 def watched(disk_of: Callable[[Path], Disk | None]) -> Iterator[None]:
-    """Inside the block, connections to databases belong to the disk on which their files are."""
+    """Inside the block, connections to databases belong to the disk on which their files are. At its
+    end they are closed: thousands of runs in one process would otherwise hold their files open.
+    """
     connect = sqlite3.connect
+    opened: list[sqlite3.Connection] = []
 
     def connected(path: Any, *arguments: Any, **options: Any) -> sqlite3.Connection:
         disk = disk_of(Path(path))
@@ -106,7 +109,12 @@ def watched(disk_of: Callable[[Path], Disk | None]) -> Iterator[None]:
             return plain
         connection: _Connection = connect(path, *arguments, factory=_Connection, **options)
         connection.before = partial(disk.before, str(Path(path).relative_to(disk.path)))
+        opened.append(connection)
         return connection
 
-    with patch.object(sqlite3, "connect", connected):
-        yield
+    try:
+        with patch.object(sqlite3, "connect", connected):
+            yield
+    finally:
+        for connection in opened:
+            connection.close()

@@ -285,7 +285,11 @@ class World:
         }
         for _ in range(self.rng.choice((0, 1, 1, 2, 4))):
             kind = self.rng.choice(list(kinds))
-            self.loop.call_later(self.rng.uniform(0.1, _FAULTS_S), kinds[kind])
+            self.loop.call_later(self.rng.uniform(0.1, _FAULTS_S), self._strike, kinds[kind])
+
+    def _strike(self, fault: Callable[[], None]) -> None:
+        if self.chance.on:  # not while the end is checked
+            fault()
 
     def _a_node(self) -> Node:
         return self.nodes[self.rng.choice(list(self.nodes))]
@@ -314,7 +318,7 @@ class World:
             nonlocal left
             left -= 1
             if left == 0 and node.app is not None:
-                action()
+                self._strike(action)
 
         node.disk.at_statement = count
 
@@ -378,7 +382,7 @@ class World:
             self.lost_data = True
             self.story.fault("set back", node.name)
 
-        self.loop.call_later(self.rng.uniform(0.5, 10.0), restore)
+        self.loop.call_later(self.rng.uniform(0.5, 10.0), self._strike, restore)
 
     def _empty(self) -> None:
         """Gives a store a new, empty volume."""

@@ -72,17 +72,19 @@ async def test_the_start_of_a_container_is_not_its_episodes_time(
 ) -> None:
     """A pod waits for room in its cluster, or for its image."""
     async with served(NAME, lambda _: "3") as server:
-        start = server.service.runner._runtime.start
+        runner: Any = server.service.runner
+        start = runner._runtime.start
 
         async def start_late(spec: Spec, home: Path) -> Container:
             await asyncio.sleep(1.0)
-            return await start(spec, home)
+            container: Container = await start(spec, home)
+            return container
 
         async def reward(*_: object) -> float:
             return 1.0
 
-        monkeypatch.setattr(server.service.runner._runtime, "start", start_late)
-        monkeypatch.setattr(server.service.runner, "_reward_of", reward)
+        monkeypatch.setattr(runner._runtime, "start", start_late)
+        monkeypatch.setattr(runner, "_reward_of", reward)
         episode = await play(server, "number", deadline_s=0.5)
     assert episode.status != "timeout"
 
