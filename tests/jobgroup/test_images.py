@@ -42,7 +42,7 @@ def test_the_images_have_the_pinned_sglang_and_torch(path: Path) -> None:
     cuda = ".".join(_pin("nvidia-cuda-nvcc", SGLANG).split(".")[:2])
     torch = f"docker:pytorch/pytorch:{_pin('torch', CONSTRAINTS)}-cuda{cuda}-cudnn9-devel"
     sglang = f"docker:lmsysorg/sglang:v{_pin('sglang', SGLANG)}-cu{cuda.replace('.', '')}"
-    expected = {ROLLOUT: sglang, TRAINER: torch}
+    expected = {ROLLOUT: sglang, TRAINER: torch, "tinker-server": torch}
     for document in list(yaml.safe_load_all(path.read_text(encoding="utf-8")))[1:]:
         resources = document["resources"]
         env = document.get("envs", {})

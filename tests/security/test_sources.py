@@ -13,6 +13,10 @@ FOLDERS = ("common", "learning", "services", "trainer", "jobgroup")
 ALLOWED = {
     ("common/settings/sources.py", "yaml.load"): "with a SafeLoader that refuses double keys",
     ("common/settings/sources.py", "yaml.load_all"): "the same",
+    (
+        "learning/ranks.py",
+        "pickle",
+    ): "between the ranks of one run, as in torch's own calls for objects",
     ("services/sandbox/inside.py", "exec"): "the program of a model, in the sandbox",
     ("services/sandbox/inside.py", "eval"): "the test of a program, in the sandbox",
     (

@@ -13,8 +13,8 @@ from typing import Any, TypeVar
 import msgspec
 
 from common.errors import InvalidInput, NotFound, ServiceError
+from services.http.one_thread import OneThread
 from services.http.sqlite_store import TABLES, Damaged, SqliteStore, sealed, sum_of, unsealed
-from trainer.tinker.one_thread import OneThread
 from trainer.tinker.records import Checkpoint, Operation, Result, Run, Sampler, Session
 
 _SCHEMA = (

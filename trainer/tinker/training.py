@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import Conflict, InvalidInput, NotFound, ServiceError
+from services.http.one_thread import OneThread
 from trainer.tinker import requests
 from trainer.tinker.interface import AdamParams, Learner, LoraSpec
 from trainer.tinker.messages import read_pass, write_outputs
-from trainer.tinker.one_thread import OneThread
 from trainer.tinker.records import Checkpoint, Operation, Result, Run, Sampler
 from trainer.tinker.state import State
 from trainer.tinker.store import Fact, Journal, TinkerStore

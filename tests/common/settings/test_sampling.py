@@ -64,7 +64,7 @@ OLD_ROUTER = {"rollout.router": "sglang-router"}
         (
             {"trainer.routing_replay": True, "reproducible": True, **EMBEDDED},
             "trainer.routing_replay",
-            ("a model without experts", "leave one of the two out"),
+            ("does not record the experts", "leave one of the two out"),
         ),
         (
             {"trainer.routing_replay": True, "environment.name": "python", **EMBEDDED},
