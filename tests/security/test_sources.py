@@ -13,10 +13,6 @@ FOLDERS = ("common", "learning", "services", "trainer", "jobgroup")
 ALLOWED = {
     ("common/settings/sources.py", "yaml.load"): "with a SafeLoader that refuses double keys",
     ("common/settings/sources.py", "yaml.load_all"): "the same",
-    (
-        "learning/ranks.py",
-        "pickle",
-    ): "between the ranks of one run, as in torch's own calls for objects",
     ("services/sandbox/inside.py", "exec"): "the program of a model, in the sandbox",
     ("services/sandbox/inside.py", "eval"): "the test of a program, in the sandbox",
     (
@@ -40,8 +36,7 @@ ALLOWED = {
     ): "modules of a closed list, in the sandbox",
     ("common/process/imports.py", "import_module"): "what a setting of the operator's names",
     ("trainer/api/on_use.py", "import_module"): "modules of a closed list, at their first use",
-    ("learning/ranks.py", "send_object_list"): "between the ranks of one trainer, as its gradients",
-    ("learning/ranks.py", "recv_object_list"): "the same",
+    ("learning/ranks.py", "pickle"): "between the ranks of one trainer, as its gradients",
     (
         "services/reward/worker.py",
         "import_module",
