@@ -9,20 +9,25 @@ nothing.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Annotated, Any, Protocol
 
 from numpy.typing import NDArray
+from pydantic import ConfigDict, Field
 
 Array = NDArray[Any]
 """int64 or float32."""
+_STRICT = ConfigDict(extra="forbid", allow_inf_nan=False)
+_Amount = Annotated[float, Field(ge=0)]
+_Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
 @dataclass(frozen=True)
 class LoraSpec:
     """The adapter of a run, as in Tinker's `LoraConfig`."""
 
-    rank: int
-    seed: int | None = None
+    __pydantic_config__ = _STRICT
+    rank: Annotated[int, Field(ge=1, le=1024)]
+    seed: Annotated[int, Field(ge=0, lt=2**63)] | None = None
     """Of the adapter's first numbers; None for 0. The same seed gives the same bits."""
     train_mlp: bool = True
     train_attn: bool = True
@@ -43,13 +48,14 @@ class Datum:
 class AdamParams:
     """Tinker's `AdamParams` of one step."""
 
-    learning_rate: float = 1e-4
-    beta1: float = 0.9
-    beta2: float = 0.95
-    eps: float = 1e-12
-    weight_decay: float = 0.0
+    __pydantic_config__ = _STRICT
+    learning_rate: _Amount = 1e-4
+    beta1: _Beta = 0.9
+    beta2: _Beta = 0.95
+    eps: _Amount = 1e-12
+    weight_decay: _Amount = 0.0
     """Decoupled."""
-    grad_clip_norm: float = 0.0
+    grad_clip_norm: _Amount = 0.0
     """Largest norm of all gradients of the run together; 0: they are not clipped."""
 
 

@@ -3,6 +3,8 @@
 from dataclasses import dataclass, field
 from typing import Any
 
+from trainer.tinker.interface import LoraSpec
+
 
 @dataclass
 class Session:
@@ -23,11 +25,7 @@ class Run:
     id: str
     session: str
     owner: str
-    rank: int
-    seed: int
-    train_mlp: bool
-    train_attn: bool
-    train_unembed: bool
+    lora: LoraSpec
     created: float
     used: float
     about: dict[str, Any] | None = None
@@ -54,6 +52,7 @@ class Checkpoint:
 
     path: str
     run: str
+    owner: str
     kind: str
     """`weights`, `sampler_weights` or `external_weights`."""
     name: str
@@ -67,6 +66,14 @@ class Checkpoint:
     about: dict[str, str] | None = None
     unnamed: bool = False
     """For one sampler; the newest of a run are kept."""
+
+    @property
+    def id(self) -> str:
+        return self.path
+
+
+Fact = Session | Run | Sampler | Checkpoint
+"""What is kept under its `id`, which no two facts share."""
 
 
 @dataclass(frozen=True)

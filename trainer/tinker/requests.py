@@ -8,9 +8,10 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from common.errors import InvalidInput
 from common.wire.codec import parse_json
+from trainer.tinker.interface import AdamParams, LoraSpec
 
 Metadata = dict[str, Any]
-_B = TypeVar("_B", bound="Body")
+_B = TypeVar("_B", bound=BaseModel)
 _Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$")]
 _Ttl = Annotated[int, Field(ge=3600, le=10 * 366 * 86400)]
 
@@ -18,8 +19,22 @@ _Ttl = Annotated[int, Field(ge=3600, le=10 * 366 * 86400)]
 class Body(BaseModel):
     """A request."""
 
-    model_config = ConfigDict(extra="forbid", protected_namespaces=())
+    model_config = ConfigDict(extra="forbid", protected_namespaces=(), allow_inf_nan=False)
     type: str = ""
+
+    def stored(self) -> bytes:
+        """Returns what is kept of a request: the same for one that the SDK sends again, which then
+        counts its `sampling_session_seq_id` up.
+        """
+        counted = {"sampling_session_seq_id"}
+        return self.model_dump_json(exclude_unset=True, exclude=counted).encode()
+
+
+class Page(BaseModel):
+    """Which part of a list a client asks for, in a query."""
+
+    limit: Annotated[int, Field(ge=0)] = 20
+    offset: Annotated[int, Field(ge=0)] = 0
 
 
 class CreateSession(Body):
@@ -38,17 +53,6 @@ class SessionBody(Body):
     session_id: str
 
 
-class LoraConfig(BaseModel):
-    """The adapter of a run."""
-
-    model_config = ConfigDict(extra="forbid")
-    rank: Annotated[int, Field(ge=1, le=1024)]
-    seed: Annotated[int, Field(ge=0, lt=2**63)] | None = None
-    train_unembed: bool = True
-    train_mlp: bool = True
-    train_attn: bool = True
-
-
 class OptimizerConfig(BaseModel):
     """The optimiser of a run."""
 
@@ -63,7 +67,7 @@ class CreateModel(Body):
     model_seq_id: Annotated[int, Field(ge=0)]
     base_model: str
     user_metadata: Metadata | None = None
-    lora_config: LoraConfig
+    lora_config: LoraSpec
     """Without it all of the model would be trained."""
     optimizer_config: OptimizerConfig = OptimizerConfig()
 
@@ -72,18 +76,6 @@ class RunBody(Body):
     """A call about a run."""
 
     model_id: str
-
-
-class AdamBody(BaseModel):
-    """The parameters of a step."""
-
-    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
-    learning_rate: Annotated[float, Field(ge=0)] = 1e-4
-    beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
-    beta2: Annotated[float, Field(ge=0, lt=1)] = 0.95
-    eps: Annotated[float, Field(ge=0)] = 1e-12
-    weight_decay: Annotated[float, Field(ge=0)] = 0.0
-    grad_clip_norm: Annotated[float, Field(ge=0)] = 0.0
 
 
 class Numbered(RunBody):
@@ -95,7 +87,7 @@ class Numbered(RunBody):
 class OptimStep(Numbered):
     """Applies gradients."""
 
-    adam_params: AdamBody
+    adam_params: AdamParams
 
 
 class SaveWeights(Numbered):
@@ -125,6 +117,15 @@ class SaveExternal(Numbered):
     ttl_seconds: _Ttl | None = None
     age_encryption_recipients: Annotated[list[str], Field(max_length=0)] | None = None
     """Files are not encrypted: they do not leave the server but to their owner."""
+
+
+OPERATIONS: dict[str, type[Numbered]] = {
+    "optim_step": OptimStep,
+    "save_weights": SaveWeights,
+    "save_weights_for_sampler": SaveForSampler,
+    "save_weights_external": SaveExternal,
+}
+"""The operations of a run, by their names on the wire."""
 
 
 class LoadWeights(Body):
@@ -266,9 +267,14 @@ _INSTEAD = {
 
 
 def parse(kind: type[_B], content: bytes) -> _B:
+    """Returns a request in JSON. Raises InvalidInput as `validated` does, or for other text."""
+    return validated(kind, parse_json(content))
+
+
+def validated(kind: type[_B], content: object) -> _B:
     """Returns a request. Raises InvalidInput, which says what serves instead of what does not."""
     try:
-        return kind.model_validate(parse_json(content))
+        return kind.model_validate(content)
     except ValidationError as error:
         first = error.errors()[0]
         path = [str(part) for part in first["loc"]]

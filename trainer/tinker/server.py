@@ -5,14 +5,16 @@ import secrets
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 from common.clients.rollout import RolloutClient
-from common.errors import InvalidInput, NotFound, Overloaded, ServiceLost
+from common.errors import InvalidInput, Overloaded, ServiceLost
 from services.http.sqlite_store import sum_of
 from trainer.tinker import requests
-from trainer.tinker.interface import Learner
+from trainer.tinker.interface import Learner, LoraSpec
 from trainer.tinker.messages import address, read_pass
 from trainer.tinker.records import Checkpoint, Operation, Result, Run, Sampler, Session
 from trainer.tinker.sampling import Adapters, Sampling
@@ -124,20 +126,11 @@ class TinkerServer:
         """Ends a session; its runs and their weights stay, samples are dropped."""
         session = self.state.find(Session, name, owner)
         session.finished = True
-        samplers = [each for each in self.state.owned(Sampler, owner) if each.session == name]
-        for sampler in samplers:
-            self.state.remove(sampler)
-
-        def write(store: TinkerStore) -> None:
-            store.put(session)
-            for sampler in samplers:
-                store.drop(sampler)
-                store.forget_line(sampler.id)
-
-        await self._journal.run(write)
+        samplers = self.state.owned(Sampler, owner, session=name)
+        await self.state.forget(samplers, self._journal, session)
 
     async def create_sampler(self, owner: str, body: requests.CreateSampler) -> Sampler:
-        """Returns the sampler with this number; makes it when there is none."""
+        """Makes the sampler with this number, if it is not there."""
         session = self.state.session(body.session_id, owner)
         name = f"{session.id}:sample:{body.sampling_session_seq_id}"
         if body.model_path is None:
@@ -169,28 +162,23 @@ class TinkerServer:
                 remedy=f"use {self.base_model}, or start the server with --name {name}",
             )
 
-    async def delete_checkpoint(self, owner: str, path: str) -> None:
-        await self.state.delete(self.state.find(Checkpoint, path, owner), self._journal)
+    async def delete_checkpoint(self, owner: str, run: str, kind: str, name: str) -> None:
+        """Removes saved weights."""
+        await self.state.delete(self.state.checkpoint(owner, run, kind, name), self._journal)
 
-    async def set_ttl(self, owner: str, path: str, seconds: int | None) -> None:
-        checkpoint = self.state.find(Checkpoint, path, owner)
-        checkpoint.expires = None if seconds is None else time.time() + seconds
+    async def set_ttl(self, owner: str, run: str, kind: str, name: str, body: requests.Ttl) -> None:
+        """Changes when saved weights expire."""
+        checkpoint = self.state.checkpoint(owner, run, kind, name)
+        checkpoint.expires = body.ttl_seconds and time.time() + body.ttl_seconds
         await self._put(checkpoint)
 
     async def delete_run(self, owner: str, name: str) -> None:
         """Removes a run, its operations and all its weights."""
         run = self.state.find(Run, name, owner)
-        weights = [each for each in self.state.owned(Checkpoint, owner) if each.run == name]
-        for each in weights:
+        for each in self.state.owned(Checkpoint, owner, run=name):
             await self.state.delete(each, self._journal)
-        self.state.remove(run)
         await self._training.forget(run)
-
-        def write(store: TinkerStore) -> None:
-            store.drop(run)
-            store.forget_line(name)
-
-        await self._journal.run(write)
+        await self.state.forget([run], self._journal)
         self.state.sweep()
 
     async def _put(self, fact: _F) -> _F:
@@ -200,28 +188,19 @@ class TinkerServer:
 
     # ------------------------------------------------------------ operations
 
-    async def create_run(self, owner: str, body: requests.CreateModel, content: bytes) -> Operation:
+    async def create_run(self, owner: str, body: requests.CreateModel) -> Operation:
         """Accepts a new run."""
         self.check_model(body.base_model)
         lora = body.lora_config
-        run = self._new_run(
-            owner,
-            body.session_id,
-            body.model_seq_id,
-            rank=lora.rank,
-            seed=sum_of((self._seed, body.model_seq_id)) if lora.seed is None else lora.seed,
-            train_mlp=lora.train_mlp,
-            train_attn=lora.train_attn,
-            train_unembed=lora.train_unembed,
-            about=body.user_metadata,
-        )
-        return await self._accept(Operation(run.id, 0, "create_model", content), run)
+        if lora.seed is None:
+            lora = replace(lora, seed=sum_of((self._seed, body.model_seq_id)))
+        return await self._begin(owner, body.session_id, body.model_seq_id, lora=lora, body=body)
 
-    async def load(self, owner: str, body: requests.LoadWeights, content: bytes) -> Operation:
+    async def load(self, owner: str, body: requests.LoadWeights) -> Operation:
         """Accepts weights for a run, or as a new run."""
         if body.model_id is not None and body.seq_id is not None:
             run = self.state.find(Run, body.model_id, owner)
-            return await self._accept(Operation(run.id, body.seq_id, "load_weights", content))
+            return await self._accept(Operation(run.id, body.seq_id, "load_weights", body.stored()))
         if body.session_id is None or body.model_seq_id is None:
             raise InvalidInput(
                 "a load needs model_id and seq_id, or session_id and model_seq_id",
@@ -231,52 +210,47 @@ class TinkerServer:
         if body.base_model is not None:
             self.check_model(body.base_model)
         source = self.state.find(Run, self.state.find(Checkpoint, body.path, owner).run, owner)
-        run = self._new_run(
-            owner,
-            body.session_id,
-            body.model_seq_id,
-            rank=source.rank,
-            seed=source.seed,
-            train_mlp=source.train_mlp,
-            train_attn=source.train_attn,
-            train_unembed=source.train_unembed,
-            about=body.user_metadata,
+        return await self._begin(
+            owner, body.session_id, body.model_seq_id, lora=source.lora, body=body
         )
-        return await self._accept(Operation(run.id, 0, "load_weights", content), run)
 
-    def _new_run(self, owner: str, session: str, number: int, **facts: Any) -> Run:
-        """Returns the run with this number of a session, which may exist (for a retry)."""
-        name = f"{self.state.session(session, owner).id}:train:{number}"
-        try:
-            return self.state.find(Run, name, owner)
-        except NotFound:
-            self.state.check_quota(owner)
-        now = time.time()
-        return Run(name, session, owner, created=now, used=now, **facts)
-
-    async def accept_pass(self, owner: str, content: bytes) -> Operation:
-        """Accepts a pass in protobuf."""
-        name, number = address(content)
-        run = self.state.find(Run, name, owner)
-        given = await asyncio.to_thread(read_pass, content)
-        kind = "forward" if given.forward_only else "forward_backward"
-        return await self._accept(Operation(run.id, number, kind, content))
-
-    async def accept(
-        self, owner: str, kind: str, body: requests.Numbered, content: bytes
+    async def _begin(
+        self,
+        owner: str,
+        session: str,
+        number: int,
+        *,
+        lora: LoraSpec,
+        body: requests.CreateModel | requests.LoadWeights,
     ) -> Operation:
+        """Accepts the run with this number of a session, which may exist (for a retry)."""
+        name = f"{self.state.session(session, owner).id}:train:{number}"
+        run = self.state.get(Run, name)
+        if run is None:
+            self.state.check_quota(owner)
+            now = time.time()
+            about = body.user_metadata
+            run = Run(name, session, owner, lora, created=now, used=now, about=about)
+        kind = "create_model" if isinstance(body, requests.CreateModel) else "load_weights"
+        return await self._accept(Operation(name, 0, kind, body.stored()), run)
+
+    async def accept_pass(self, owner: str, body: bytes) -> Operation:
+        """Accepts a pass in protobuf: a loss, and its gradient unless it says forward only."""
+        name, number = address(body)
+        run = self.state.find(Run, name, owner)
+        given = await asyncio.to_thread(read_pass, body)
+        kind = "forward" if given.forward_only else "forward_backward"
+        return await self._accept(Operation(run.id, number, kind, body))
+
+    async def accept(self, owner: str, kind: str, body: requests.Numbered) -> Operation:
         """Accepts an operation of a run."""
         run = self.state.find(Run, body.model_id, owner)
-        if isinstance(body, requests.SaveForSampler):
-            # The SDK counts this up when it sends the same request again.
-            plain = body.model_copy(update={"sampling_session_seq_id": None})
-            content = plain.model_dump_json().encode()
-        return await self._accept(Operation(run.id, body.seq_id, kind, content))
+        return await self._accept(Operation(run.id, body.seq_id, kind, body.stored()))
 
-    async def accept_sample(self, owner: str, body: requests.Sample, content: bytes) -> Operation:
+    async def accept_sample(self, owner: str, body: requests.Sample) -> Operation:
         """Accepts a request of a sampler."""
         sampler = self.state.find(Sampler, body.sampling_session_id, owner)
-        return await self._accept(Operation(sampler.id, body.seq_id, "sample", content))
+        return await self._accept(Operation(sampler.id, body.seq_id, "sample", body.stored()))
 
     async def _accept(self, operation: Operation, run: Run | None = None) -> Operation:
         """Writes an operation, with its run if that is new, and queues it."""
@@ -332,20 +306,14 @@ class TinkerServer:
         return found
 
     async def _look(self, line: str, number: int) -> Result | None:
-        def look(store: TinkerStore) -> Result | None:
-            found = store.result(line, number)
-            if found is None:
-                store.expect(line, number)
-            return found
-
+        waits = False
         try:
-            found = await self._journal.run(look)
-        except NotFound:
-            self._waiters.pop((line, number), None)
-            raise
-        if found is not None:
-            self._waiters.pop((line, number), None)
-        return found
+            found = await self._journal.run(partial(TinkerStore.result, line=line, seq=number))
+            waits = found is None
+            return found
+        finally:
+            if not waits:
+                self._waiters.pop((line, number), None)
 
     async def news(self, owner: str, body: requests.RetrieveMany) -> tuple[list[Any], int]:
         """Returns (seq, finished, ok) of what a sampler has finished since the cursor, as soon as
@@ -371,9 +339,9 @@ class TinkerServer:
             found = await self._journal.run(look)
         return found, max([body.prev_cursor, *(finished for _, finished, _ in found)])
 
-    async def cancel(self, owner: str, request_id: str) -> None:
+    async def cancel(self, owner: str, body: requests.Retrieve) -> None:
         """Ends a request of a sampler that nobody waits for."""
-        line, number = self._parse(owner, request_id)
+        line, number = self._parse(owner, body.request_id)
         await self._sampling.cancel(line, number)
 
     def _parse(self, owner: str, request_id: str) -> tuple[str, int]:

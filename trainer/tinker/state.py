@@ -4,13 +4,13 @@ who may use it.
 
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TypeVar
 
 from common.errors import Conflict, NotFound, TooLarge
-from trainer.tinker.records import Checkpoint, Run, Sampler, Session
-from trainer.tinker.store import Fact, Journal, TinkerStore, name_of
+from trainer.tinker.records import Checkpoint, Fact, Run, Sampler, Session
+from trainer.tinker.store import Journal, TinkerStore
 
 KEPT_UNNAMED = 16
 """Unnamed weights of a run for its samplers; older ones are removed."""
@@ -18,34 +18,31 @@ _F = TypeVar("_F", bound=Session | Run | Sampler | Checkpoint)
 
 
 class State:
-    """The facts, by kind and name. Only the event loop reads and changes them."""
+    """The facts, by name. Only the event loop reads and changes them."""
 
     def __init__(self, directory: Path, most_runs: int) -> None:
         self._directory = directory
         self._most_runs = most_runs
-        self._facts: dict[type, dict[str, Fact]] = {
-            kind: {} for kind in (Session, Run, Sampler, Checkpoint)
-        }
+        self._facts: dict[str, Fact] = {}
 
     def add(self, fact: Fact) -> Fact | None:
         """Adds a fact; returns the one of this name that it replaces."""
-        of_kind = self._facts[type(fact)]
-        replaced = of_kind.get(name_of(fact))
-        of_kind[name_of(fact)] = fact
+        replaced = self._facts.get(fact.id)
+        self._facts[fact.id] = fact
         return replaced
 
     def remove(self, fact: Fact) -> None:
-        self._facts[type(fact)].pop(name_of(fact), None)
+        self._facts.pop(fact.id, None)
 
     def get(self, kind: type[_F], name: str) -> _F | None:
         """Returns a fact, whoever it belongs to; None when there is none."""
-        found = self._facts[kind].get(name)
+        found = self._facts.get(name)
         return found if isinstance(found, kind) else None
 
     def find(self, kind: type[_F], name: str, owner: str) -> _F:
         """Returns a fact. Raises NotFound, also for one of another client."""
         found = self.get(kind, name)
-        if found is None or self._owner(found) != owner:
+        if found is None or found.owner != owner:
             raise NotFound(
                 f"there is no such {kind.__name__.lower()}",
                 field=kind.__name__.lower(),
@@ -57,19 +54,20 @@ class State:
 
     def all(self, kind: type[_F]) -> Iterator[_F]:
         """Yields the facts of a kind, the oldest first."""
-        for fact in tuple(self._facts[kind].values()):
+        for fact in tuple(self._facts.values()):
             if isinstance(fact, kind):
                 yield fact
 
-    def owned(self, kind: type[_F], owner: str) -> list[_F]:
-        """Returns the facts of a kind that belong to a client, the newest first."""
-        return [fact for fact in self.all(kind) if self._owner(fact) == owner][::-1]
+    def owned(self, kind: type[_F], owner: str, **fields: object) -> list[_F]:
+        """Returns the facts of a kind that belong to a client and have these fields, the newest
+        first.
+        """
+        wanted = {"owner": owner, **fields}.items()
+        return [fact for fact in self.all(kind) if wanted <= vars(fact).items()][::-1]
 
-    def _owner(self, fact: Fact) -> str:
-        if isinstance(fact, Checkpoint):
-            run = self.get(Run, fact.run)
-            return run.owner if run else ""
-        return fact.owner
+    def checkpoint(self, owner: str, run: str, kind: str, name: str) -> Checkpoint:
+        """Returns a checkpoint by the parts of its path. Raises NotFound."""
+        return self.find(Checkpoint, f"tinker://{run}/{kind}/{name}", owner)
 
     def session(self, name: str, owner: str) -> Session:
         """Returns a session that goes on. Raises NotFound, or Conflict for a finished one."""
@@ -100,11 +98,14 @@ class State:
 
     def folder(self, run: Run) -> Path:
         """Returns the directory of a run's files."""
-        return self._directory / "runs" / run.id.replace(":", "-")
+        return self._folder(run.id)
 
     def files(self, checkpoint: Checkpoint) -> Path:
         """Returns the directory of a checkpoint's files."""
-        return self._directory / "runs" / checkpoint.run.replace(":", "-") / checkpoint.folder
+        return self._folder(checkpoint.run) / checkpoint.folder
+
+    def _folder(self, run: str) -> Path:
+        return self._directory / "runs" / run.replace(":", "-")
 
     def outdated(self) -> list[Checkpoint]:
         """Returns checkpoints that have expired, and unnamed ones beyond a run's newest."""
@@ -120,20 +121,24 @@ class State:
 
     async def delete(self, checkpoint: Checkpoint, journal: Journal) -> None:
         """Forgets a checkpoint, with its sampler if it is unnamed; then removes its files."""
-        gone: list[Checkpoint | Sampler] = [checkpoint]
+        gone: list[Fact] = [checkpoint]
         if checkpoint.unnamed:
-            gone += [each for each in self.all(Sampler) if each.path == checkpoint.path]
-        for fact in gone:
+            gone += self.owned(Sampler, checkpoint.owner, path=checkpoint.path)
+        await self.forget(gone, journal)
+        shutil.rmtree(self.files(checkpoint), ignore_errors=True)
+
+    async def forget(self, facts: Sequence[Fact], journal: Journal, *kept: Fact) -> None:
+        """Forgets facts and the operations of those that have any, and notes `kept` with that."""
+        for fact in facts:
             self.remove(fact)
 
         def write(store: TinkerStore) -> None:
-            for fact in gone:
+            for fact in kept:
+                store.put(fact)
+            for fact in facts:
                 store.drop(fact)
-                if isinstance(fact, Sampler):
-                    store.forget_line(fact.id)
 
         await journal.run(write)
-        shutil.rmtree(self.files(checkpoint), ignore_errors=True)
 
     def sweep(self) -> None:
         """Removes files that no fact names: what a killed process had begun, or not removed yet."""

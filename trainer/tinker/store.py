@@ -6,7 +6,6 @@ again finds the same one. `Journal` writes what is due at the same time in one t
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -15,13 +14,13 @@ import msgspec
 from common.errors import InvalidInput, NotFound, ServiceError
 from services.http.one_thread import OneThread
 from services.http.sqlite_store import TABLES, Damaged, SqliteStore, sealed, sum_of, unsealed
-from trainer.tinker.records import Checkpoint, Operation, Result, Run, Sampler, Session
+from trainer.tinker.records import Checkpoint, Fact, Operation, Result, Run, Sampler, Session
 
 _SCHEMA = (
     TABLES
     + """
-CREATE TABLE facts (kind TEXT NOT NULL, name TEXT NOT NULL, document TEXT NOT NULL,
-    seal INTEGER NOT NULL, PRIMARY KEY (kind, name)) STRICT;
+CREATE TABLE facts (name TEXT PRIMARY KEY NOT NULL, kind TEXT NOT NULL, document TEXT NOT NULL,
+    seal INTEGER NOT NULL) STRICT;
 CREATE TABLE operations (line TEXT NOT NULL, seq INTEGER NOT NULL, kind TEXT NOT NULL,
     body_sum INTEGER NOT NULL, seal INTEGER NOT NULL, PRIMARY KEY (line, seq)) STRICT;
 CREATE TABLE bodies (line TEXT NOT NULL, seq INTEGER NOT NULL, body BLOB NOT NULL,
@@ -32,10 +31,10 @@ CREATE TABLE results (finished INTEGER PRIMARY KEY AUTOINCREMENT, line TEXT NOT 
 CREATE INDEX by_end ON results (line, finished);
 """
 )
-_ROOMS = {"session": Session, "run": Run, "sampler": Sampler, "checkpoint": Checkpoint}
+_KINDS = {kind.__name__: kind for kind in (Session, Run, Sampler, Checkpoint)}
+_TABLES = ("operations", "bodies", "results")
 KEPT_RESULTS = 256
 """Results of a run's latest operations that a client can still ask for."""
-Fact = Session | Run | Sampler | Checkpoint
 _T = TypeVar("_T")
 
 
@@ -60,20 +59,21 @@ class TinkerStore(SqliteStore):
     def facts(self) -> list[Fact]:
         """Returns all sessions, runs, samplers and checkpoints."""
         found: list[Fact] = []
-        for row in self.db.execute("SELECT kind, name, document, seal FROM facts"):
-            kind, _, document = unsealed(row, f"a row of facts ({row[:2]})")
-            found.append(msgspec.json.decode(document, type=_ROOMS[kind]))
+        for row in self.db.execute("SELECT name, kind, document, seal FROM facts"):
+            _, kind, document = unsealed(row, f"the fact {row[0]}")
+            found.append(msgspec.json.decode(document, type=_KINDS[kind]))
         return found
 
     def put(self, fact: Fact) -> None:
         """Writes a fact in the place of an earlier one of its name."""
-        row = (_kind(fact), name_of(fact), msgspec.json.encode(asdict(fact)).decode())
+        row = (fact.id, type(fact).__name__, msgspec.json.encode(fact).decode())
         self.db.execute("INSERT OR REPLACE INTO facts VALUES (?, ?, ?, ?)", sealed(row))
 
     def drop(self, fact: Fact) -> None:
-        """Forgets a fact."""
-        name = (_kind(fact), name_of(fact))
-        self.db.execute("DELETE FROM facts WHERE kind = ? AND name = ?", name)
+        """Forgets a fact, with all operations if it is a run or a sampler."""
+        self.db.execute("DELETE FROM facts WHERE name = ?", (fact.id,))
+        for table in _TABLES:
+            self.db.execute(f"DELETE FROM {table} WHERE line = ?", (fact.id,))  # noqa: S608
 
     # ------------------------------------------------------------ operations
 
@@ -83,13 +83,9 @@ class TinkerStore(SqliteStore):
         Raises InvalidInput when another one has its number.
         """
         key = (operation.line, operation.seq)
-        body_sum = sum_of(operation.body)
-        row = self.db.execute(
-            "SELECT line, seq, kind, body_sum, seal FROM operations WHERE line = ? AND seq = ?", key
-        ).fetchone()
-        if row is not None:
-            *_, kind, known_sum = unsealed(row, f"operation {operation.request_id}")
-            if (kind, known_sum) != (operation.kind, body_sum):
+        row = (*key, operation.kind, sum_of(operation.body))
+        if self._is_known(*key):
+            if self._accepted(*key) != row:
                 raise InvalidInput(
                     "another request has this sequence number",
                     field="seq_id",
@@ -97,26 +93,30 @@ class TinkerStore(SqliteStore):
                     remedy="count the requests of a run; send one again unchanged",
                 )
             return False
-        self.db.execute(
-            "INSERT INTO operations VALUES (?, ?, ?, ?, ?)",
-            sealed((*key, operation.kind, body_sum)),
-        )
+        self.db.execute("INSERT INTO operations VALUES (?, ?, ?, ?, ?)", sealed(row))
         self.db.execute("INSERT INTO bodies VALUES (?, ?, ?)", (*key, operation.body))
         return True
 
     def operation(self, line: str, seq: int) -> Operation:
         """Returns an operation that has not been applied for good. Raises Damaged."""
-        row = self.db.execute(
-            "SELECT line, seq, kind, body_sum, seal FROM operations WHERE line = ? AND seq = ?",
-            (line, seq),
-        ).fetchone()
-        *_, kind, body_sum = unsealed(row, f"operation {seq} of {line}")
-        (body,) = self.db.execute(
-            "SELECT body FROM bodies WHERE line = ? AND seq = ?", (line, seq)
-        ).fetchone()
+        *_, kind, body_sum = self._accepted(line, seq)
+        (body,) = self._one("SELECT body FROM bodies", line, seq)
         if sum_of(body) != body_sum:
             raise Damaged(f"the body of operation {seq} of {line} differs from its checksum")
         return Operation(line, seq, kind, body)
+
+    def _accepted(self, line: str, seq: int) -> tuple[Any, ...]:
+        """Returns line, number, kind and checksum of the body of an operation."""
+        row = self._one("SELECT line, seq, kind, body_sum, seal FROM operations", line, seq)
+        return unsealed(row, f"operation {seq} of {line}")
+
+    def _is_known(self, line: str, seq: int) -> bool:
+        return self._one("SELECT 1 FROM operations", line, seq) is not None
+
+    def _one(self, select: str, line: str, seq: int) -> Any:
+        """Returns the row of an operation; None when there is none."""
+        found = self.db.execute(f"{select} WHERE line = ? AND seq = ?", (line, seq))
+        return found.fetchone()
 
     def waiting(self) -> list[tuple[str, int]]:
         """Returns lines and numbers of the operations without a result, in order."""
@@ -159,14 +159,21 @@ class TinkerStore(SqliteStore):
         )
 
     def result(self, line: str, seq: int) -> Result | None:
-        """Returns a result; None when there is none (yet)."""
-        row = self.db.execute(
-            "SELECT line, seq, ok, content, is_json, finished, weights, seal FROM results "
-            "WHERE line = ? AND seq = ?",
-            (line, seq),
-        ).fetchone()
-        if row is None:
+        """Returns a result; None when there is none yet.
+
+        Raises NotFound for an operation that was never accepted, or whose result is gone.
+        """
+        columns = "line, seq, ok, content, is_json, finished, weights, seal"
+        row = self._one(f"SELECT {columns} FROM results", line, seq)  # noqa: S608
+        if row is None and self._is_known(line, seq):
             return None
+        if row is None:
+            raise NotFound(
+                "there is no such request, or its result was fetched and dropped",
+                field="request_id",
+                value=f"{line}:op:{seq}",
+                remedy="ask for a request of this server, soon after it was sent",
+            )
         *_, ok, content, is_json, finished, weights = unsealed(row, f"result {seq} of {line}")
         return Result(
             ok=bool(ok),
@@ -175,19 +182,6 @@ class TinkerStore(SqliteStore):
             finished=finished,
             weights=weights,
         )
-
-    def expect(self, line: str, seq: int) -> None:
-        """Raises NotFound for an operation that was never accepted, or whose result is gone."""
-        row = self.db.execute(
-            "SELECT 1 FROM operations WHERE line = ? AND seq = ?", (line, seq)
-        ).fetchone()
-        if row is None:
-            raise NotFound(
-                "there is no such request, or its result was fetched and dropped",
-                field="request_id",
-                value=f"{line}:op:{seq}",
-                remedy="ask for a request of this server, soon after it was sent",
-            )
 
     def finished_after(self, line: str, block: range, after: int) -> list[tuple[int, int, int]]:
         """Returns (seq, finished, ok) of the results of a line's numbers in `block` that came after
@@ -201,16 +195,11 @@ class TinkerStore(SqliteStore):
 
     def forget(self, line: str, seqs: Sequence[int]) -> None:
         """Drops operations whose results were fetched."""
-        for table in ("operations", "bodies", "results"):
+        for table in _TABLES:
             self.db.executemany(
                 f"DELETE FROM {table} WHERE line = ? AND seq = ?",  # noqa: S608
                 [(line, seq) for seq in seqs],
             )
-
-    def forget_line(self, line: str) -> None:
-        """Drops all operations of a line."""
-        for table in ("operations", "bodies", "results"):
-            self.db.execute(f"DELETE FROM {table} WHERE line = ?", (line,))  # noqa: S608
 
     def passed(self, run: Run) -> None:
         """Drops what a run's snapshot makes superfluous: bodies, and results long before it."""
@@ -219,15 +208,6 @@ class TinkerStore(SqliteStore):
             "DELETE FROM results WHERE line = ? AND seq <= ?",
             (run.id, run.snapshot - KEPT_RESULTS),
         )
-
-
-def _kind(fact: Fact) -> str:
-    return type(fact).__name__.lower()
-
-
-def name_of(fact: Fact) -> str:
-    """Returns the name under which a fact is kept."""
-    return fact.path if isinstance(fact, Checkpoint) else fact.id
 
 
 class Journal:

@@ -19,17 +19,23 @@ from typing import Any
 from common.errors import Conflict, InvalidInput, NotFound, ServiceError
 from services.http.one_thread import OneThread
 from trainer.tinker import requests
-from trainer.tinker.interface import AdamParams, Learner, LoraSpec
+from trainer.tinker.interface import Learner
 from trainer.tinker.messages import read_pass, write_outputs
-from trainer.tinker.records import Checkpoint, Operation, Result, Run, Sampler
+from trainer.tinker.records import Checkpoint, Fact, Operation, Result, Run, Sampler
 from trainer.tinker.state import State
-from trainer.tinker.store import Fact, Journal, TinkerStore
+from trainer.tinker.store import Journal, TinkerStore
 from trainer.tinker.turns import Turns
 
 log = logging.getLogger(__name__)
 CHANGING = ("create_model", "forward_backward", "optim_step")
 """Operations that are applied again. Loading weights changes a run too, and is followed by a
 snapshot."""
+_SAVED_AS = {
+    "save_weights": "weights",
+    "save_weights_for_sampler": "sampler_weights",
+    "save_weights_external": "external_weights",
+}
+"""Kinds of checkpoints, by the operations that make them."""
 SNAPSHOT_S = 30.0
 """Seconds of computing that a crash may cost a run: then its state is saved."""
 
@@ -228,14 +234,7 @@ class Training:
         learner = self._learner
         kind = operation.kind
         if kind == "create_model":
-            spec = LoraSpec(
-                rank=run.rank,
-                seed=run.seed,
-                train_mlp=run.train_mlp,
-                train_attn=run.train_attn,
-                train_unembed=run.train_unembed,
-            )
-            learner.create(run.id, spec)
+            learner.create(run.id, run.lora)
             return _json(model_id=run.id, type=kind)
         if kind in ("forward", "forward_backward"):
             given = read_pass(operation.body)
@@ -244,7 +243,7 @@ class Training:
             return _Outcome(write_outputs(outputs), is_json=False)
         if kind == "optim_step":
             adam = requests.parse(requests.OptimStep, operation.body).adam_params
-            return _json(metrics=learner.optim_step(run.id, AdamParams(**adam.model_dump())))
+            return _json(metrics=learner.optim_step(run.id, adam))
         if kind == "load_weights":
             return self._load(run, operation)
         return self._export(run, operation)
@@ -264,13 +263,8 @@ class Training:
 
     def _export(self, run: Run, operation: Operation) -> _Outcome:
         """Saves weights: for training, for samplers, or for downloads."""
-        kinds: dict[str, tuple[str, type[Any]]] = {
-            "save_weights": ("weights", requests.SaveWeights),
-            "save_weights_for_sampler": ("sampler_weights", requests.SaveForSampler),
-            "save_weights_external": ("external_weights", requests.SaveExternal),
-        }
-        kind, form = kinds[operation.kind]
-        body = requests.parse(form, operation.body)
+        kind = _SAVED_AS[operation.kind]
+        body: Any = requests.parse(requests.OPERATIONS[operation.kind], operation.body)
         name = body.path or f"operation-{operation.seq}"
         path = f"tinker://{run.id}/{kind}/{name}"
         self._check_free(path, run, overwrite=getattr(body, "overwrite", False))
@@ -286,6 +280,7 @@ class Training:
         checkpoint = Checkpoint(
             path=path,
             run=run.id,
+            owner=run.owner,
             kind=kind,
             name=name,
             folder=folder,

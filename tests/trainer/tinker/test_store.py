@@ -8,6 +8,7 @@ import pytest
 
 from common.errors import ConfigError, InvalidInput, NotFound
 from common.process.storage import StorageFailed
+from trainer.tinker.interface import LoraSpec
 from trainer.tinker.records import Operation, Result, Run, Session
 from trainer.tinker.store import Journal, TinkerStore
 
@@ -15,11 +16,7 @@ _RUN = Run(
     id="s:train:0",
     session="s",
     owner="anyone",
-    rank=4,
-    seed=0,
-    train_mlp=True,
-    train_attn=True,
-    train_unembed=True,
+    lora=LoraSpec(rank=4, seed=0),
     created=1.0,
     used=1.0,
     snapshot=2,
@@ -102,10 +99,10 @@ def test_results_that_were_fetched_are_dropped(tmp_path: Path) -> None:
     with store.transaction():
         store.accept(_operation(1))
         store.finish(_RUN.id, 1, _DONE, repeatable=False)
-        store.expect(_RUN.id, 1)
+        assert store.result(_RUN.id, 1) is not None
         store.forget(_RUN.id, [1])
         with pytest.raises(NotFound):
-            store.expect(_RUN.id, 1)
+            store.result(_RUN.id, 1)
 
 
 @pytest.mark.parametrize(
@@ -143,7 +140,7 @@ async def test_work_that_is_due_together_is_one_transaction(tmp_path: Path) -> N
     await journal.run(lambda store: store.accept(_operation(0)))
     outcomes = await asyncio.gather(
         *(journal.run(lambda store, seq=seq: store.accept(_operation(seq))) for seq in range(5)),  # type: ignore[misc]
-        journal.run(lambda store: store.expect("nobody", 1)),
+        journal.run(lambda store: store.result("nobody", 1)),
         return_exceptions=True,
     )
     assert outcomes[:5] == [False, True, True, True, True]
