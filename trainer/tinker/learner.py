@@ -194,7 +194,6 @@ class RunLearner:
     def optim_step(self, run: str, adam: AdamParams) -> dict[str, float]:
         """See `Learner`. Returns the norm of the gradient before clipping."""
         self._known(run)
-        _check_adam(adam)
         found: dict[str, float] = self._on_all_ranks("_optim_step", run, adam)
         return found
 
@@ -587,16 +586,3 @@ def _not_finite(found: Mapping[int, Array]) -> InvalidInput:
         if bad
         else "look for log-probabilities of the sampler that are far below those of the run",
     )
-
-
-def _check_adam(adam: AdamParams) -> None:
-    """Raises InvalidInput for values with which AdamW has no meaning."""
-    for name, value in vars(adam).items():
-        end = 1.0 if name in {"beta1", "beta2"} else math.inf
-        if not 0 <= value < end:  # nor NaN
-            raise InvalidInput(
-                "it must be a number from 0 to below 1" if end == 1 else "it must be 0 or more",
-                field=f"adam_params.{name}",
-                value=value,
-                remedy=f"the default is {getattr(AdamParams(), name)}",
-            )

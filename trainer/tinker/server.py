@@ -263,13 +263,9 @@ class TinkerServer:
                 remedy="wait for results before you send more",
                 status=429,
             )
-        if operation.kind not in ("sample", "create_model") and operation.seq < 1 and run is None:
-            raise InvalidInput(
-                "operations of a run are counted from 1", field="seq_id", value=operation.seq
-            )
 
         def write(store: TinkerStore) -> bool:
-            is_new = store.accept(operation)
+            is_new = store.accept(operation, turns.following(operation.line))
             if is_new and run is not None:
                 store.put(run)
             return is_new

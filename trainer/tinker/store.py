@@ -77,10 +77,11 @@ class TinkerStore(SqliteStore):
 
     # ------------------------------------------------------------ operations
 
-    def accept(self, operation: Operation) -> bool:
+    def accept(self, operation: Operation, first: int = 0) -> bool:
         """Writes a new operation; returns False for one that is there already.
 
-        Raises InvalidInput when another one has its number.
+        Raises InvalidInput when another one has its number, or a new one has a number below
+        `first`: those were applied so long ago that they are forgotten.
         """
         key = (operation.line, operation.seq)
         row = (*key, operation.kind, sum_of(operation.body))
@@ -93,6 +94,13 @@ class TinkerStore(SqliteStore):
                     remedy="count the requests of a run; send one again unchanged",
                 )
             return False
+        if operation.seq < first:
+            raise InvalidInput(
+                "the request with this sequence number was applied long ago",
+                field="seq_id",
+                value=operation.seq,
+                remedy=f"go on with {first}",
+            )
         self.db.execute("INSERT INTO operations VALUES (?, ?, ?, ?, ?)", sealed(row))
         self.db.execute("INSERT INTO bodies VALUES (?, ?, ?)", (*key, operation.body))
         return True
@@ -202,12 +210,14 @@ class TinkerStore(SqliteStore):
             )
 
     def passed(self, run: Run) -> None:
-        """Drops what a run's snapshot makes superfluous: bodies, and results long before it."""
+        """Drops what a run's snapshot makes superfluous: bodies, and what is long before it."""
         self.db.execute("DELETE FROM bodies WHERE line = ? AND seq <= ?", (run.id, run.snapshot))
-        self.db.execute(
-            "DELETE FROM results WHERE line = ? AND seq <= ?",
-            (run.id, run.snapshot - KEPT_RESULTS),
-        )
+        # Without its operation, a result that is gone is not taken for one that is to come.
+        for table in ("operations", "results"):
+            self.db.execute(
+                f"DELETE FROM {table} WHERE line = ? AND seq <= ?",  # noqa: S608
+                (run.id, run.snapshot - KEPT_RESULTS),
+            )
 
 
 class Journal:

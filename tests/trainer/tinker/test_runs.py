@@ -292,14 +292,6 @@ BAD: dict[str, tuple[str, Callable[[RunLearner, str], Any]]] = {
             {},
         ),
     ),
-    "rate": (
-        "adam_params.learning_rate",
-        lambda runs, run: runs.optim_step(run, AdamParams(learning_rate=float("nan"))),
-    ),
-    "beta": (
-        "adam_params.beta2",
-        lambda runs, run: runs.optim_step(run, AdamParams(beta2=1.0)),
-    ),
 }
 
 

@@ -465,6 +465,18 @@ async def test_what_is_not_served_is_refused_by_name(
         assert error["remedy"].startswith("use ")
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("learning_rate", "nan"), ("learning_rate", -1), ("beta2", 1), ("eps", "inf"), ("beta3", 0)],
+)
+async def test_values_of_adam_are_checked(tmp_path: Path, name: str, value: object) -> None:
+    async with _serving(tmp_path, CountingLearner(), EchoEngine()) as client:
+        body = {"model_id": await client.run(), "seq_id": 1, "adam_params": {name: value}}
+        answer = await client.http.post("/api/v1/optim_step", json=body)
+        assert answer.status_code == 422
+        assert answer.json()["error"]["field"] == f"adam_params.{name}"
+
+
 async def test_queues_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server_module, "MAX_WAITING", 3)
     async with _serving(tmp_path, CountingLearner(), EchoEngine()) as client:

@@ -80,6 +80,26 @@ def test_a_snapshot_makes_bodies_superfluous(tmp_path: Path) -> None:
         assert store.result(_RUN.id, 1) is not None
 
 
+def test_what_is_long_before_a_snapshot_is_forgotten(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trainer.tinker.store.KEPT_RESULTS", 1)
+    store = _store(tmp_path)
+    with store.transaction():
+        for seq in (1, 2):
+            store.accept(_operation(seq))
+            store.finish(_RUN.id, seq, _DONE, repeatable=True)
+        store.passed(_RUN)
+        assert store.waiting() == []
+        assert store.result(_RUN.id, 2) is not None
+        with pytest.raises(NotFound):
+            store.result(_RUN.id, 1)
+        with pytest.raises(InvalidInput) as raised:
+            store.accept(_operation(1), first=3)
+        assert raised.value.field == "seq_id"
+        assert not store.accept(_operation(2), first=3)
+
+
 def test_results_are_counted_on_when_the_latest_are_dropped(tmp_path: Path) -> None:
     store = _store(tmp_path)
     with store.transaction():
