@@ -89,9 +89,9 @@ class Learner(Protocol):
     def optim_step(self, run: str, adam: AdamParams) -> dict[str, float]:
         """Applies the run's gradients, which are 0 afterwards; returns the metrics."""
 
-    def save(self, run: str, folder: Path, optimizer: bool) -> None:
+    def save(self, run: str, folder: Path) -> None:
         """Writes a run to a folder that does not exist, durably: it has its name when all of it is
-        on the disk. Gradients are saved with the optimiser's state.
+        on the disk. The state of the optimiser and the gradients are part of it.
         """
 
     def load(self, run: str, folder: Path, optimizer: bool) -> None:

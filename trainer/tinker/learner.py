@@ -13,6 +13,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partialmethod
 from pathlib import Path
 from typing import Any
 
@@ -121,8 +122,6 @@ class _Run:
     """Of this rank's share of `weights`."""
     gradient: Tensor | None = None
     """Like `weights`, the sum since the last step; None for 0."""
-    steps: int = 0
-    """Optimiser steps."""
     factors: list[Tensor] = field(default_factory=list)
     """Parts of `weights`, as leaves of autograd."""
 
@@ -179,29 +178,16 @@ class RunLearner:
         self._check_spec(spec)
         self._on_all_ranks("_create", run, spec)
 
-    def forward(
-        self, run: str, data: Sequence[Datum], loss: str, config: Mapping[str, float | str]
-    ) -> Outputs:
-        """See `Learner`."""
-        return self._checked_pass(run, data, loss, config, backward=False)
-
-    def forward_backward(
-        self, run: str, data: Sequence[Datum], loss: str, config: Mapping[str, float | str]
-    ) -> Outputs:
-        """See `Learner`."""
-        return self._checked_pass(run, data, loss, config, backward=True)
-
     def optim_step(self, run: str, adam: AdamParams) -> dict[str, float]:
         """See `Learner`. Returns the norm of the gradient before clipping."""
         self._known(run)
         found: dict[str, float] = self._on_all_ranks("_optim_step", run, adam)
         return found
 
-    def save(self, run: str, folder: Path, optimizer: bool) -> None:
+    def save(self, run: str, folder: Path) -> None:
         """See `Learner`."""
         self._known(run)
-        run_files.check_new(folder)
-        self._on_all_ranks("_save", run, folder, optimizer)
+        self._on_all_ranks("_save", run, folder)
 
     def load(self, run: str, folder: Path, optimizer: bool) -> None:
         """See `Learner`."""
@@ -219,10 +205,8 @@ class RunLearner:
 
     def export_adapter(self, run: str, folder: Path) -> str:
         """See `Learner`."""
-        self._known(run)
-        run_files.check_new(folder)
+        known = self._known(run)
         dtype = torch.bfloat16 if self.low_precision else torch.float32
-        known = self._runs[run]
         return run_files.write_adapter(
             self._named(known, dtype), self._adapter_config(known.spec), folder
         )
@@ -371,8 +355,10 @@ class RunLearner:
         data: Sequence[Datum],
         loss: str,
         config: Mapping[str, float | str],
+        *,
         backward: bool,
     ) -> Outputs:
+        """See `Learner.forward` and `Learner.forward_backward`."""
         self._known(run)
         checked, settings = checked_loss(loss, config)
         check_data(data, checked, vocabulary=self.vocabulary, longest=self.longest)
@@ -380,6 +366,9 @@ class RunLearner:
             "_pass", run, data, loss=loss, settings=settings, backward=backward
         )
         return outputs
+
+    forward = partialmethod(_checked_pass, backward=False)
+    forward_backward = partialmethod(_checked_pass, backward=True)
 
     def _pass(
         self,
@@ -498,7 +487,6 @@ class RunLearner:
         known.gradient = None
         if self._ranks.world_size > 1:
             known.weights.copy_(self._whole(share.detach()))
-        known.steps += 1
         return {"grad_norm:mean": float(norm)}
 
     def _named(self, run: _Run, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
@@ -506,19 +494,18 @@ class RunLearner:
         parts = run.views(run.weights.detach().to("cpu", dtype))
         return dict(zip(run.shapes, parts, strict=True))
 
-    def _save(self, run: str, folder: Path, optimizer: bool) -> None:
+    def _save(self, run: str, folder: Path) -> None:
         known = self._runs[run]
         state: dict[str, Tensor] = {}
-        if optimizer:
-            size = sum(math.prod(shape) for shape in known.shapes.values())
-            for moments in known.optimizer.state.values():  # none before the first step
-                state["step"] = moments["step"].cpu()
-                for name in _MOMENTS:
-                    state[name] = self._whole(moments[name])[:size].cpu()
-            if known.gradient is not None:
-                state["gradient"] = known.gradient[:size].cpu()
+        size = sum(math.prod(shape) for shape in known.shapes.values())
+        for moments in known.optimizer.state.values():  # none before the first step
+            state["step"] = moments["step"].cpu()
+            for name in _MOMENTS:
+                state[name] = self._whole(moments[name])[:size].cpu()
+        if known.gradient is not None:
+            state["gradient"] = known.gradient[:size].cpu()
         if self._ranks.is_rank_zero:
-            saved = run_files.Saved(known.spec, known.steps, self._named(known), state)
+            saved = run_files.Saved(known.spec, self._named(known), state)
             run_files.write(saved, self._adapter_config(known.spec), folder)
 
     def _load(self, run: str, saved: run_files.Saved) -> None:
@@ -526,7 +513,6 @@ class RunLearner:
         shapes = self._shapes(spec)
         flat = torch.cat([saved.factors[name].flatten() for name in shapes])
         made = self._add(run, spec, shapes, flat)
-        made.steps = saved.steps
         state = saved.optimizer
         if "gradient" in state:
             made.gradient = self._padded(state["gradient"])

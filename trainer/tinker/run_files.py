@@ -19,7 +19,7 @@ from typing import TypeVar
 from safetensors.torch import load_file
 from torch import Tensor
 
-from common.errors import Conflict, InvalidInput, NotFound
+from common.errors import InvalidInput, NotFound
 from common.weights.checksums import checksum
 from trainer.policy.scorer import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from trainer.tinker.interface import LoraSpec
@@ -36,19 +36,10 @@ class Saved:
     """A run as it is saved."""
 
     spec: LoraSpec
-    steps: int
     factors: dict[str, Tensor]
     """By PEFT's names."""
     optimizer: dict[str, Tensor] = field(default_factory=dict)
     """`exp_avg` [N], `exp_avg_sq` [N] and `step` after a step, `gradient` [N] if there is one."""
-
-
-def check_new(folder: Path) -> None:
-    """Raises Conflict for a folder that exists."""
-    if folder.exists():
-        raise Conflict(
-            "this folder exists", field="path", value=str(folder), remedy="use another name"
-        )
 
 
 def write(saved: Saved, config: str, folder: Path) -> None:
@@ -58,7 +49,7 @@ def write(saved: Saved, config: str, folder: Path) -> None:
         sums = {ADAPTER_WEIGHTS: _adapter(saved.factors, config, directory)}
         if saved.optimizer:
             sums[_OPTIMIZER] = _tensors(saved.optimizer, directory / _OPTIMIZER)
-        content = {"lora": asdict(saved.spec), "steps": saved.steps, "checksums": sums}
+        content = {"lora": asdict(saved.spec), "checksums": sums}
         (directory / _RUN).write_text(json.dumps({"format": _FORMAT, **content}))
 
     _durably(folder, files)
@@ -72,8 +63,7 @@ def write_adapter(factors: dict[str, Tensor], config: str, folder: Path) -> str:
 def read(folder: Path, optimizer: bool) -> Saved:
     """Returns the run in a folder, with the state of its optimiser if that is asked for.
 
-    Raises NotFound for a folder without one, and InvalidInput for one that has no such state, or a
-    file that has changed.
+    Raises NotFound for a folder without one, and InvalidInput for a file that has changed.
     """
     path = folder / _RUN
     if not path.is_file():
@@ -82,13 +72,6 @@ def read(folder: Path, optimizer: bool) -> Saved:
         )
     content = json.loads(path.read_text())
     sums: dict[str, str] = content["checksums"]
-    if optimizer and _OPTIMIZER not in sums and content["steps"]:
-        raise InvalidInput(
-            "the run was saved without the state of its optimiser",
-            field="path",
-            value=str(folder),
-            remedy="load the weights alone, or save the run with save_state",
-        )
     tensors: dict[str, dict[str, Tensor]] = {_OPTIMIZER: {}}
     for name, expected in sums.items():
         if name == _OPTIMIZER and not optimizer:
@@ -102,9 +85,7 @@ def read(folder: Path, optimizer: bool) -> Saved:
                 remedy="load another checkpoint",
             )
         tensors[name] = load_file(folder / name)
-    return Saved(
-        LoraSpec(**content["lora"]), content["steps"], tensors[ADAPTER_WEIGHTS], tensors[_OPTIMIZER]
-    )
+    return Saved(LoraSpec(**content["lora"]), tensors[ADAPTER_WEIGHTS], tensors[_OPTIMIZER])
 
 
 def _adapter(factors: dict[str, Tensor], config: str, directory: Path) -> str:

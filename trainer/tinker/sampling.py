@@ -161,11 +161,10 @@ class Sampling:
             if (line, number) not in self._unwanted:  # the server ends
                 raise
             result = _cancelled()
-        except ServiceError as error:
-            result = failure(error)
         except Exception as error:
-            log.exception("request %s:op:%d failed", line, number)
-            result = failure(ServiceError(f"{type(error).__name__}: {error}"))
+            if not isinstance(error, ServiceError):
+                log.exception("request %s:op:%d failed", line, number)
+            result = failure(error)
         await self._end(line, number, result)
 
     async def _end(self, line: str, number: int, result: Result) -> None:

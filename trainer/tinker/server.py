@@ -21,6 +21,7 @@ from trainer.tinker.sampling import Adapters, Sampling
 from trainer.tinker.state import State
 from trainer.tinker.store import Journal, TinkerStore
 from trainer.tinker.training import Training
+from trainer.tinker.turns import Turns
 
 MAX_WAITING = 4096
 """Operations of a run, or requests of a sampler, that may wait."""
@@ -92,7 +93,7 @@ class TinkerServer:
         for run in self.state.all(Run):
             self._training.start(run, applied.get(run.id, -1))
         for line, number in waiting:
-            self._queue(line, number)
+            self._turns(line).add(line, number)
         workers = [
             asyncio.create_task(self._training.work()),
             asyncio.create_task(self._sampling.work()),
@@ -275,14 +276,11 @@ class TinkerServer:
         if run is not None:
             self.state.add(run)
             self._training.start(run, -1)
-        self._queue(operation.line, operation.seq)
+        turns.add(operation.line, operation.seq)
         return operation
 
-    def _turns(self, line: str) -> Any:
+    def _turns(self, line: str) -> Turns:
         return (self._sampling if ":sample:" in line else self._training).turns
-
-    def _queue(self, line: str, number: int) -> None:
-        self._turns(line).add(line, number)
 
     # ------------------------------------------------------------ futures
 

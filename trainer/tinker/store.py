@@ -31,7 +31,9 @@ CREATE TABLE results (finished INTEGER PRIMARY KEY AUTOINCREMENT, line TEXT NOT 
 CREATE INDEX by_end ON results (line, finished);
 """
 )
-_KINDS = {kind.__name__: kind for kind in (Session, Run, Sampler, Checkpoint)}
+_KINDS: dict[str, type[Fact]] = {
+    kind.__name__: kind for kind in (Session, Run, Sampler, Checkpoint)
+}
 _TABLES = ("operations", "bodies", "results")
 KEPT_RESULTS = 256
 """Results of a run's latest operations that a client can still ask for."""

@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from common.errors import Conflict, InvalidInput, NotFound, ServiceError
+from common.errors import Conflict, InvalidInput, ServiceError, error_text
 from services.http.one_thread import OneThread
 from trainer.tinker import requests
 from trainer.tinker.interface import Learner
@@ -55,8 +55,10 @@ class _Outcome:
     needs_snapshot: bool = False
 
 
-def failure(error: ServiceError) -> Result:
+def failure(error: Exception) -> Result:
     """Returns the result of an operation that failed, as the SDK reads it."""
+    if not isinstance(error, ServiceError):
+        error = ServiceError(error_text(error), remedy="see the log of the server")
     category = "user" if error.status < 500 else "server"
     content = json.dumps({"error": str(error), "category": category}).encode()
     return Result(ok=False, content=content, is_json=True)
@@ -111,8 +113,7 @@ class Training:
     async def forget(self, run: Run) -> None:
         """Removes a run from memory; its files stay."""
         self._runs.pop(run.id, None)
-        if self._resident.pop(run.id, None) is not None:
-            await self._thread.call(self._learner.unload, run.id)
+        await self._lose(run)
 
     async def close(self) -> None:
         """Waits for the operation in work."""
@@ -153,14 +154,10 @@ class Training:
         A refusal has changed nothing. What any other error has changed is not known: the run comes
         back from its snapshot.
         """
-        if isinstance(error, ServiceError) and error.status < 500:
-            return failure(error)
-        log.error("operation %s failed", operation.request_id, exc_info=error)
-        await self._lose(run)
-        if isinstance(error, ServiceError):
-            return failure(error)
-        text = f"{type(error).__name__}: {error}"
-        return failure(ServiceError(text, remedy="see the log of the server"))
+        if not isinstance(error, ServiceError) or error.status >= 500:
+            log.error("operation %s failed", operation.request_id, exc_info=error)
+            await self._lose(run)
+        return failure(error)
 
     async def _clean(self, facts: list[Fact], outdated: Path | None) -> None:
         """Adds what is on disk now to the state, and removes what it replaces or outlives."""
@@ -223,7 +220,7 @@ class Training:
         saved = folder / f"state-{number}"
         if saved == outdated:
             return None
-        await self._thread.call(self._learner.save, run.id, _fresh(saved), optimizer=True)
+        await self._thread.call(self._learner.save, run.id, _fresh(saved))
         run.snapshot = number
         self._resident[run.id] = 0.0
         return outdated
@@ -267,12 +264,18 @@ class Training:
         body: Any = requests.parse(requests.OPERATIONS[operation.kind], operation.body)
         name = body.path or f"operation-{operation.seq}"
         path = f"tinker://{run.id}/{kind}/{name}"
-        self._check_free(path, run, overwrite=getattr(body, "overwrite", False))
+        if self._state.get(Checkpoint, path) and not getattr(body, "overwrite", False):
+            raise Conflict(
+                "there are weights of this name",
+                field="path",
+                value=path,
+                remedy="use another name, delete them, or save_state(…, overwrite=True)",
+            )
         folder = f"{kind}-{operation.seq}"
         files = _fresh(self._state.folder(run) / folder)
         checksum = ""
         if kind == "weights":
-            self._learner.save(run.id, files, optimizer=True)
+            self._learner.save(run.id, files)
         else:
             checksum = self._learner.export_adapter(run.id, files)
 
@@ -297,19 +300,6 @@ class Training:
         return _json(
             checkpoint, sampler, path=path, sampling_session_id=sampler.id, type=operation.kind
         )
-
-    def _check_free(self, path: str, run: Run, *, overwrite: bool) -> None:
-        try:
-            self._state.find(Checkpoint, path, run.owner)
-        except NotFound:
-            return
-        if not overwrite:
-            raise Conflict(
-                "there are weights of this name",
-                field="path",
-                value=path,
-                remedy="use another name, delete them, or save_state(…, overwrite=True)",
-            )
 
 
 def _note_snapshot(store: TinkerStore, run: Run) -> None:

@@ -162,11 +162,11 @@ def story(runs: RunLearner, folder: Path) -> list[float]:
             with pytest.raises(InvalidInput, match="not finite"):
                 runs.forward_backward(run, [hopeless], "importance_sampling", {})
             if turn == 1 and run == "b":
-                runs.save(run, folder / "left", optimizer=True)
+                runs.save(run, folder / "left")
                 runs.unload(run)
                 runs.load(run, folder / "left", optimizer=True)
             adam = AdamParams(learning_rate=1e-3, weight_decay=0.1, grad_clip_norm=3.0)
             numbers += runs.optim_step(run, adam).values()
     for run in ("a", "b"):
-        runs.save(run, folder / run, optimizer=True)
+        runs.save(run, folder / run)
     return numbers

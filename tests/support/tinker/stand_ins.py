@@ -74,7 +74,7 @@ class CountingLearner:
         state[1] = 0.0
         return {"weight:mean": float(state[0])}
 
-    def save(self, run: str, folder: Path, optimizer: bool) -> None:
+    def save(self, run: str, folder: Path) -> None:
         state = self._run(run, "save")
         folder.mkdir()
         np.save(folder / "state.npy", state)
@@ -86,7 +86,7 @@ class CountingLearner:
             self.runs[run][1] = 0.0
 
     def export_adapter(self, run: str, folder: Path) -> str:
-        self.save(run, folder, optimizer=False)
+        self.save(run, folder)
         file = folder / "adapter_model.safetensors"
         file.write_bytes(self.runs[run].tobytes())
         return checksum(file)

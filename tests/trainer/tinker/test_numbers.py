@@ -129,7 +129,7 @@ def test_losses_gradients_and_a_step(
 ) -> None:
     name, inputs, config, plain_loss = CASES[case]
     begun(runs, case)
-    runs.save(case, tmp_path / "before", optimizer=True)
+    runs.save(case, tmp_path / "before")
     plain = PlainRun.of(policy_dir, tmp_path / "before")
     data = only(near_policy(random_data(), plain), *inputs)
 
@@ -146,7 +146,7 @@ def test_losses_gradients_and_a_step(
     assert outputs.metrics["loss:sum"] == pytest.approx(loss.item(), rel=NEAR, abs=NEAR)
     gradient = plain.gradient_of(loss)
     assert float(gradient.abs().max()) > 0.1, "the comparison means something"
-    runs.save(case, tmp_path / "graded", optimizer=True)
+    runs.save(case, tmp_path / "graded")
     graded = PlainRun.of(policy_dir, tmp_path / "graded")
     same_gradient(graded.gradient, gradient)
 
@@ -163,7 +163,7 @@ def test_losses_gradients_and_a_step(
     graded.as_gradient_of(plain.all_factors)
     torch.nn.utils.clip_grad_norm_(plain.all_factors, 2.0)
     optimizer.step()
-    runs.save(case, tmp_path / "after", optimizer=True)
+    runs.save(case, tmp_path / "after")
     after = PlainRun.of(policy_dir, tmp_path / "after")
     for key, expected in plain.factors.items():
         torch.testing.assert_close(after.factors[key], expected, atol=NEAR, rtol=0)
@@ -171,7 +171,7 @@ def test_losses_gradients_and_a_step(
 
 def test_several_targets_of_a_token(runs: RunLearner, policy_dir: Path, tmp_path: Path) -> None:
     begun(runs, "several")
-    runs.save("several", tmp_path / "run", optimizer=False)
+    runs.save("several", tmp_path / "run")
     plain = PlainRun.of(policy_dir, tmp_path / "run")
     data = only(random_data(several=3), "weights")
     outputs = runs.forward_backward("several", data, "cross_entropy", {})
@@ -180,7 +180,7 @@ def test_several_targets_of_a_token(runs: RunLearner, policy_dir: Path, tmp_path
         expected = plain.logprobs(datum)
         np.testing.assert_allclose(found["logprobs"], expected.detach(), atol=NEAR)
         loss = loss - (expected * torch.from_numpy(datum.inputs["weights"])).sum()
-    runs.save("several", tmp_path / "graded", optimizer=True)
+    runs.save("several", tmp_path / "graded")
     same_gradient(PlainRun.of(policy_dir, tmp_path / "graded").gradient, plain.gradient_of(loss))
 
 
@@ -188,7 +188,7 @@ def test_a_loss_of_the_client(runs: RunLearner, policy_dir: Path, tmp_path: Path
     """As the SDK's `forward_backward_custom`: a loss over two sequences, with its gradient by
     log-probabilities sent as weights."""
     begun(runs, "custom")
-    runs.save("custom", tmp_path / "run", optimizer=False)
+    runs.save("custom", tmp_path / "run")
     plain = PlainRun.of(policy_dir, tmp_path / "run")
     data = only(random_data())
     forward = runs.forward("custom", data, "cross_entropy", {})
@@ -203,7 +203,7 @@ def test_a_loss_of_the_client(runs: RunLearner, policy_dir: Path, tmp_path: Path
         for datum, leaf in zip(data, leaves, strict=True)
     ]
     runs.forward_backward("custom", sent, "cross_entropy", {})
-    runs.save("custom", tmp_path / "graded", optimizer=True)
+    runs.save("custom", tmp_path / "graded")
     expected = plain.gradient_of(loss_of([plain.logprobs(datum) for datum in data]))
     same_gradient(PlainRun.of(policy_dir, tmp_path / "graded").gradient, expected)
 

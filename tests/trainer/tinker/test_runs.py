@@ -53,7 +53,7 @@ def step(runs: RunLearner, run: str) -> dict[str, float]:
 
 def state(runs: RunLearner, run: str, folder: Path) -> dict[str, bytes]:
     """Returns the files of a run."""
-    runs.save(run, folder, optimizer=True)
+    runs.save(run, folder)
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
@@ -130,7 +130,7 @@ def test_gradients_add_up_until_a_step(runs: RunLearner, run: str, tmp_path: Pat
 
 
 def _saved(runs: RunLearner, run: str, folder: Path) -> Path:
-    runs.save(run, folder, optimizer=True)
+    runs.save(run, folder)
     return folder
 
 
@@ -323,10 +323,7 @@ def test_wrong_names_specs_and_files(runs: RunLearner, run: str, tmp_path: Path)
     fails(InvalidInput, runs.create, "nothing", nothing)
     fails(NotFound, runs.optim_step, "none", ADAM)
     fails(NotFound, runs.load, run, tmp_path / "nowhere", True)
-    fails(Conflict, runs.save, run, folder, True)
     fails(InvalidInput, runs.load, "wider", folder, True)
-    runs.save(run, tmp_path / "weights", optimizer=False)
-    fails(InvalidInput, runs.load, run, tmp_path / "weights", True)
 
     before = state(runs, run, tmp_path / "before")
     weights = folder / "adapter_model.safetensors"
@@ -354,6 +351,6 @@ def test_a_folder_has_its_name_only_when_it_is_whole(
         assert not (tmp_path / "run").exists() or path == tmp_path
 
     monkeypatch.setattr("trainer.tinker.run_files._sync", sync)
-    runs.save(run, tmp_path / "run", optimizer=True)
+    runs.save(run, tmp_path / "run")
     assert synced[-2:] == ["run.partial", tmp_path.name]
     assert set(synced[:-2]) == {path.name for path in (tmp_path / "run").iterdir()}
