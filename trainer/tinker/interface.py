@@ -105,4 +105,6 @@ class Learner(Protocol):
         """
 
     def unload(self, run: str) -> None:
-        """Frees the memory of a run, which is lost unless it is saved."""
+        """Frees the memory of a run, which is lost unless it is saved; does nothing for one that
+        is not in memory.
+        """

@@ -44,7 +44,7 @@ from trainer.policy.lora import (
 from trainer.policy.scorer import ADAPTER_PREFIX, computes_in_bfloat16, load_scorer
 from trainer.tinker import run_files
 from trainer.tinker.interface import AdamParams, Array, Datum, LoraSpec, Outputs
-from trainer.tinker.losses import TARGETS, Loss, check_data, checked_loss, terms_of
+from trainer.tinker.losses import LOSSES, TARGETS, Loss, check_data, checked_loss, terms_of
 
 log = logging.getLogger(__name__)
 _MLP = ("mlp", "feed_forward", "ffn", "moe", "expert")
@@ -80,7 +80,7 @@ class _Place:
     file_name: str
     """Of the layer in PEFT's files."""
     kind: str
-    """`attn`, `mlp` or `unembed`."""
+    """`attn`, `mlp` or `unembed`: what `LoraSpec` calls `train_…`."""
     sizes: tuple[int, int]
     """Numbers that go into the layer, and out of it."""
     factors: tuple[Tensor, Tensor] | None = None
@@ -201,7 +201,7 @@ class RunLearner:
                 value=str(folder),
                 remedy=f"create the run with {saved.spec}, on the same base model",
             )
-        self._on_all_ranks("_load", run, saved)
+        self._on_all_ranks("_load", run, spec, saved)
 
     def export_adapter(self, run: str, folder: Path) -> str:
         """See `Learner`."""
@@ -213,7 +213,6 @@ class RunLearner:
 
     def unload(self, run: str) -> None:
         """See `Learner`."""
-        self._known(run)
         self._on_all_ranks("_unload", run)
 
     def follow(self) -> None:
@@ -267,12 +266,7 @@ class RunLearner:
 
     def _chosen(self, spec: LoraSpec) -> list[_Place]:
         """Returns the places of a run's factors."""
-        trained = {
-            "attn": spec.train_attn,
-            "mlp": spec.train_mlp,
-            "unembed": spec.train_unembed,
-        }
-        return [place for place in self._places if trained[place.kind]]
+        return [place for place in self._places if getattr(spec, f"train_{place.kind}")]
 
     def _shapes(self, spec: LoraSpec) -> dict[str, tuple[int, int]]:
         shapes: dict[str, tuple[int, int]] = {}
@@ -382,11 +376,10 @@ class RunLearner:
         InvalidInput, on all ranks, if one of the two is not finite.
         """
         known = self._runs[run]
-        checked, _ = checked_loss(loss, settings)
         gradient = torch.zeros_like(known.weights) if backward else None
         loss_sum = torch.zeros(1, dtype=torch.float64, device=self._ranks.device)
         with self._in_place(known, gradient), torch.set_grad_enabled(backward):
-            own = self._passes(data, checked, settings, loss_sum)
+            own = self._passes(data, LOSSES[loss], settings, loss_sum)
         # A pass without gradients keeps the weights of the base gathered.
         reshard(self.scorer)
 
@@ -508,8 +501,7 @@ class RunLearner:
             saved = run_files.Saved(known.spec, self._named(known), state)
             run_files.write(saved, self._adapter_config(known.spec), folder)
 
-    def _load(self, run: str, saved: run_files.Saved) -> None:
-        spec = self._runs[run].spec if run in self._runs else saved.spec
+    def _load(self, run: str, spec: LoraSpec, saved: run_files.Saved) -> None:
         shapes = self._shapes(spec)
         flat = torch.cat([saved.factors[name].flatten() for name in shapes])
         made = self._add(run, spec, shapes, flat)
@@ -523,7 +515,7 @@ class RunLearner:
             made.optimizer.state[share] = {"step": step, **moments}
 
     def _unload(self, run: str) -> None:
-        del self._runs[run]
+        self._runs.pop(run, None)
 
 
 def _places(model: Any, config: Config) -> list[_Place]:

@@ -54,21 +54,18 @@ class Adapters:
         self._loading = asyncio.Lock()
 
     @asynccontextmanager
-    async def use(self, name: str, files: Path) -> AsyncIterator[None]:
-        """Keeps an adapter loaded on every engine inside the context."""
+    async def use(self, name: str, files: Path, *, again: bool = False) -> AsyncIterator[None]:
+        """Keeps an adapter loaded on every engine inside the context. `again`: an engine lacks it,
+        as after a restart.
+        """
         async with self._loading:
-            users = self._users.pop(name, None)
-            if users is None:
+            if again or name not in self._users:
                 await self._load(name, files)
-            self._users[name] = (users or 0) + 1
+            self._users[name] = self._users.pop(name, 0) + 1
         try:
             yield
         finally:
             self._users[name] -= 1
-
-    def forget(self, name: str) -> None:
-        """Says that an engine lacks an adapter, as after a restart."""
-        self._users.pop(name, None)
 
     async def _load(self, name: str, files: Path) -> None:
         stated = name.rpartition("@")[2]
@@ -80,12 +77,13 @@ class Adapters:
                 value=found,
                 remedy=f"restore {files}, whose checksum is {stated}, or save the weights again",
             )
-        idle = [other for other, users in self._users.items() if not users]
+        idle = [other for other, users in self._users.items() if not users and other != name]
+        superfluous = max(0, len({*self._users, name}) - self._most)
         for engine in self._engines():
             if name not in await engine.adapters():
                 body = {"lora_name": name, "lora_path": str(files)}
                 await engine.change_adapters("/load_lora_adapter", body, _LOAD_S, wanted=True)
-        for other in idle[: len(self._users) + 1 - self._most]:
+        for other in idle[:superfluous]:
             del self._users[other]
             for engine in self._engines():
                 body = {"lora_name": other}
@@ -184,16 +182,18 @@ class Sampling:
         files = self._state.files(checkpoint)
         seed = f"{checkpoint.checksum} {sampler.id.rpartition(':')[2]}"
         weights = f"{checkpoint.path}@{checkpoint.checksum}"
-        try:
-            async with self._adapters.use(name, files):
+
+        async def answer(*, again: bool) -> tuple[bytes, str]:
+            async with self._adapters.use(name, files, again=again):
                 return await self._generate(body, name, seed), weights
+
+        try:
+            return await answer(again=False)
         except ServiceError as error:
             if error.status != 400 or "loaded" not in str(error):
                 raise
         # An engine was restarted since.
-        self._adapters.forget(name)
-        async with self._adapters.use(name, files):
-            return await self._generate(body, name, seed), weights
+        return await answer(again=True)
 
     async def _generate(self, body: requests.Sample, adapter: str | None, seed: str) -> bytes:
         given = body.sampling_params

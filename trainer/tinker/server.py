@@ -2,9 +2,10 @@
 
 import asyncio
 import secrets
+import shutil
 import time
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -16,7 +17,7 @@ from services.http.sqlite_store import sum_of
 from trainer.tinker import requests
 from trainer.tinker.interface import Learner, LoraSpec
 from trainer.tinker.messages import address, read_pass
-from trainer.tinker.records import Checkpoint, Operation, Result, Run, Sampler, Session
+from trainer.tinker.records import Checkpoint, Fact, Operation, Result, Run, Sampler, Session
 from trainer.tinker.sampling import Adapters, Sampling
 from trainer.tinker.state import State
 from trainer.tinker.store import Journal, TinkerStore
@@ -131,9 +132,19 @@ class TinkerServer:
         await self.state.forget(samplers, self._journal, session)
 
     async def create_sampler(self, owner: str, body: requests.CreateSampler) -> Sampler:
-        """Makes the sampler with this number, if it is not there."""
+        """Returns the sampler with this number; makes it when there is none."""
         session = self.state.session(body.session_id, owner)
         name = f"{session.id}:sample:{body.sampling_session_seq_id}"
+        known = self.state.get(Sampler, name)
+        if known is not None and known.path == body.model_path:
+            return known
+        if known is not None:
+            raise InvalidInput(
+                "the sampler with this number has other weights, which never change",
+                field="sampling_session_seq_id",
+                value=body.sampling_session_seq_id,
+                remedy="count the samplers of a session; send a request again unchanged",
+            )
         if body.model_path is None:
             self.check_model(body.base_model)
         elif self.state.find(Checkpoint, body.model_path, owner).kind != "sampler_weights":
@@ -176,11 +187,13 @@ class TinkerServer:
     async def delete_run(self, owner: str, name: str) -> None:
         """Removes a run, its operations and all its weights."""
         run = self.state.find(Run, name, owner)
-        for each in self.state.owned(Checkpoint, owner, run=name):
-            await self.state.delete(each, self._journal)
         await self._training.forget(run)
-        await self.state.forget([run], self._journal)
-        self.state.sweep()
+        gone: list[Fact] = [run, *self.state.owned(Checkpoint, owner, run=name)]
+        for sampler in self.state.owned(Sampler, owner):
+            if sampler.id.startswith(f"{name}:"):  # of weights without a name
+                gone.append(sampler)
+        await self.state.forget(gone, self._journal)
+        shutil.rmtree(self.state.folder(run), ignore_errors=True)
 
     async def _put(self, fact: _F) -> _F:
         self.state.add(fact)
@@ -317,20 +330,22 @@ class TinkerServer:
         sampler = self.state.find(Sampler, target.sampling_session_id, owner)
         start = target.cloned_sampler_id * _CLONE
         block = range(start, start + _CLONE)
-        fetched = [self._parse(owner, each)[1] for each in body.retrieved_request_ids]
+        asked = [self._parse(owner, each) for each in body.retrieved_request_ids]
+        fetched = [number for line, number in asked if line == sampler.id]
         wait_s = POLL_S if body.timeout is None else min(body.timeout, POLL_S)
-        news = self._news.setdefault(sampler.id, asyncio.Event())
+        deadline = time.monotonic() + wait_s
 
         def look(store: TinkerStore) -> list[tuple[int, int, int]]:
             store.forget(sampler.id, fetched)
             return store.finished_after(sampler.id, block, body.prev_cursor)
 
-        found = await self._journal.run(look)
-        deadline = time.monotonic() + wait_s
-        while not found and time.monotonic() < deadline:
-            await _wait(news, deadline - time.monotonic())
+        while True:
             news = self._news.setdefault(sampler.id, asyncio.Event())
             found = await self._journal.run(look)
+            left_s = deadline - time.monotonic()
+            if found or left_s <= 0:
+                break
+            await _wait(news, left_s)
         return found, max([body.prev_cursor, *(finished for _, finished, _ in found)])
 
     async def cancel(self, owner: str, body: requests.Retrieve) -> None:
@@ -348,7 +363,5 @@ class TinkerServer:
 
 
 async def _wait(event: asyncio.Event, seconds: float) -> None:
-    try:
-        await asyncio.wait_for(event.wait(), max(0.0, seconds))
-    except TimeoutError:
-        return
+    with suppress(TimeoutError):
+        await asyncio.wait_for(event.wait(), seconds)

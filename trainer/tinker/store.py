@@ -7,14 +7,14 @@ again finds the same one. `Journal` writes what is due at the same time in one t
 import asyncio
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 import msgspec
 
 from common.errors import InvalidInput, NotFound, ServiceError
 from services.http.one_thread import OneThread
 from services.http.sqlite_store import TABLES, Damaged, SqliteStore, sealed, sum_of, unsealed
-from trainer.tinker.records import Checkpoint, Fact, Operation, Result, Run, Sampler, Session
+from trainer.tinker.records import Fact, Operation, Result, Run
 
 _SCHEMA = (
     TABLES
@@ -31,9 +31,7 @@ CREATE TABLE results (finished INTEGER PRIMARY KEY AUTOINCREMENT, line TEXT NOT 
 CREATE INDEX by_end ON results (line, finished);
 """
 )
-_KINDS: dict[str, type[Fact]] = {
-    kind.__name__: kind for kind in (Session, Run, Sampler, Checkpoint)
-}
+_KINDS: dict[str, type[Fact]] = {kind.__name__: kind for kind in get_args(Fact)}
 _TABLES = ("operations", "bodies", "results")
 KEPT_RESULTS = 256
 """Results of a run's latest operations that a client can still ask for."""
@@ -108,7 +106,10 @@ class TinkerStore(SqliteStore):
         return True
 
     def operation(self, line: str, seq: int) -> Operation:
-        """Returns an operation that has not been applied for good. Raises Damaged."""
+        """Returns an operation that has not been applied for good. Raises Damaged, and NotFound
+        for one that was dropped.
+        """
+        self._expect(line, seq)
         *_, kind, body_sum = self._accepted(line, seq)
         (body,) = self._one("SELECT body FROM bodies", line, seq)
         if sum_of(body) != body_sum:
@@ -122,6 +123,15 @@ class TinkerStore(SqliteStore):
 
     def _is_known(self, line: str, seq: int) -> bool:
         return self._one("SELECT 1 FROM operations", line, seq) is not None
+
+    def _expect(self, line: str, seq: int) -> None:
+        if not self._is_known(line, seq):
+            raise NotFound(
+                "there is no such request, or its result was fetched and dropped",
+                field="request_id",
+                value=f"{line}:op:{seq}",
+                remedy="ask for a request of this server, soon after it was sent",
+            )
 
     def _one(self, select: str, line: str, seq: int) -> Any:
         """Returns the row of an operation; None when there is none."""
@@ -157,7 +167,11 @@ class TinkerStore(SqliteStore):
     # ------------------------------------------------------------ results
 
     def finish(self, line: str, seq: int, result: Result, *, repeatable: bool) -> None:
-        """Writes the result of an operation, whose body is kept if it may be applied again."""
+        """Writes the result of an operation, whose body is kept if it may be applied again; does
+        nothing for one that was dropped while it was in work.
+        """
+        if not self._is_known(line, seq):
+            return
         self._finished += 1
         if not repeatable:
             self.db.execute("DELETE FROM bodies WHERE line = ? AND seq = ?", (line, seq))
@@ -175,15 +189,9 @@ class TinkerStore(SqliteStore):
         """
         columns = "line, seq, ok, content, is_json, finished, weights, seal"
         row = self._one(f"SELECT {columns} FROM results", line, seq)  # noqa: S608
-        if row is None and self._is_known(line, seq):
-            return None
         if row is None:
-            raise NotFound(
-                "there is no such request, or its result was fetched and dropped",
-                field="request_id",
-                value=f"{line}:op:{seq}",
-                remedy="ask for a request of this server, soon after it was sent",
-            )
+            self._expect(line, seq)
+            return None
         *_, ok, content, is_json, finished, weights = unsealed(row, f"result {seq} of {line}")
         return Result(
             ok=bool(ok),

@@ -6,6 +6,7 @@ memory, the snapshot is loaded and the operations since are applied again; their
 same to the bit.
 """
 
+import asyncio
 import json
 import logging
 import shutil
@@ -16,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from common.errors import Conflict, InvalidInput, ServiceError, error_text
+from common.errors import Conflict, InvalidInput, NotFound, ServiceError, error_text
 from services.http.one_thread import OneThread
 from trainer.tinker import requests
 from trainer.tinker.interface import Learner
@@ -92,16 +93,21 @@ class Training:
         self._resident: dict[str, float] = {}
         """Seconds of computing since the snapshot, by run; the run that was used last is last."""
         self._runs: dict[str, Run] = {}
+        self._applying = asyncio.Lock()
 
     async def work(self) -> None:
         """Applies operations for ever."""
         while True:
             line, number = await self.turns.take()
-            run = self._runs[line]
-            operation = await self._journal.run(
-                partial(TinkerStore.operation, line=line, seq=number)
-            )
-            await self._apply(run, operation)
+            async with self._applying:
+                run = self._runs.get(line)
+                if run is None:  # it was deleted
+                    self.turns.forget(line)
+                    continue
+                operation = await self._journal.run(
+                    partial(TinkerStore.operation, line=line, seq=number)
+                )
+                await self._apply(run, operation)
             self.turns.done(line, number)
             self._finished(line, number)
 
@@ -111,9 +117,12 @@ class Training:
         self.turns.start(run.id, applied + 1)
 
     async def forget(self, run: Run) -> None:
-        """Removes a run from memory; its files stay."""
-        self._runs.pop(run.id, None)
-        await self._lose(run)
+        """Removes a run from memory, with what waits for it; its files stay."""
+        # The operation in work writes the run when it ends.
+        async with self._applying:
+            self._runs.pop(run.id, None)
+            self.turns.forget(run.id)
+            await self._lose(run)
 
     async def close(self) -> None:
         """Waits for the operation in work."""
@@ -131,9 +140,9 @@ class Training:
             unsaved = self._resident.pop(run.id, 0.0) + time.monotonic() - started
             self._resident[run.id] = unsaved
             result = Result(ok=True, content=outcome.content, is_json=outcome.is_json)
-            facts += outcome.facts
             if outcome.needs_snapshot or unsaved > SNAPSHOT_S:
                 outdated = await self._save(run, operation.seq)
+            facts += outcome.facts
         except Exception as error:
             result = await self._failed(run, operation, error)
 
@@ -180,14 +189,30 @@ class Training:
             await self._put_away(next(iter(self._resident)))
         if operation.seq == 0:  # which creates it
             return
+        self._resident[run.id] = 0.0
+        try:
+            await self._repeat(run)
+        except Exception:
+            await self._lose(run)
+            raise
+
+    async def _repeat(self, run: Run) -> None:
+        """Loads the snapshot of a run and applies again what was applied since."""
+        since = await self._journal.run(lambda store: store.since(run, CHANGING))
         if run.snapshot >= 0:
             folder = self._state.folder(run) / f"state-{run.snapshot}"
             await self._thread.call(self._learner.load, run.id, folder, optimizer=True)
+        elif not since:
+            raise NotFound(
+                "this run could not be created",
+                field="model_id",
+                value=run.id,
+                remedy="see the error of its first operation, and create another run",
+            )
         started = time.monotonic()
-        for earlier, result in await self._journal.run(lambda store: store.since(run, CHANGING)):
+        for earlier, result in since:
             again = await self._thread.call(self._compute, run, earlier)
             if again.content != result.content:
-                await self._thread.call(self._learner.unload, run.id)
                 raise NotReproduced(
                     f"operation {earlier.request_id} gave another answer when it was applied again",
                     field="operation",
@@ -208,8 +233,8 @@ class Training:
         await self._lose(run)
 
     async def _lose(self, run: Run) -> None:
-        if self._resident.pop(run.id, None) is not None:
-            await self._thread.call(self._learner.unload, run.id)
+        self._resident.pop(run.id, None)
+        await self._thread.call(self._learner.unload, run.id)
 
     async def _save(self, run: Run, number: int) -> Path | None:
         """Saves a run as it is after operation `number`; returns the folder of the snapshot before,

@@ -42,6 +42,12 @@ class Turns:
         self._waiting[line].remove(number)
         return True
 
+    def forget(self, line: str) -> None:
+        """Removes a line with all that waits in it."""
+        self._waiting.pop(line, None)
+        self._next.pop(line, None)
+        self._busy.discard(line)
+
     async def take(self) -> tuple[str, int]:
         """Returns the operation whose turn it is."""
         while True:
@@ -72,7 +78,7 @@ class Turns:
             return None
         if not self._in_order:
             return min(waiting)
-        following = self._next.get(line, 0)
+        following = self.following(line)
         return following if following in waiting else None
 
     def _queue(self, line: str) -> None:

@@ -12,6 +12,8 @@ import httpx
 import numpy as np
 import pytest
 
+from common.weights.checksums import checksum
+from services.rollout.engine_client import EngineClient
 from tests.support.tinker.stand_ins import BASE, CountingLearner, EchoEngine, make_server
 from trainer.tinker import server as server_module
 from trainer.tinker import state as state_module
@@ -19,6 +21,7 @@ from trainer.tinker import training
 from trainer.tinker.app import create_tinker_app
 from trainer.tinker.clients import Clients
 from trainer.tinker.protobuf import as_bytes, bytes_field, fields, varint_field
+from trainer.tinker.sampling import Adapters
 
 _KILLS = int(os.environ.get("TINKER_KILLS", "6"))
 _KEYS = {"TINKER_KEYS": "ann=tml-ann-0123456789,bob=tml-bob-0123456789"}
@@ -214,6 +217,79 @@ async def test_an_operation_that_breaks_leaves_the_run_as_it_was(tmp_path: Path)
         refused = (await client.result(await client.passes(run, 4, loss="stable_reinforce"))).json()
         assert refused["category"] == "user"
         assert "loss_fn" in refused["error"]
+
+
+async def test_a_run_that_breaks_as_it_comes_back_comes_back_later(tmp_path: Path) -> None:
+    engine = EchoEngine()
+    async with _serving(tmp_path, CountingLearner(), engine) as client:
+        run = await client.run()
+        await client.result(await client.passes(run, 1))
+    again = CountingLearner()
+    again.breaks_at = "forward_backward"
+    async with _serving(tmp_path, again, engine) as client:
+        broken = (await client.result(await client.step(run, 2))).json()
+        assert broken["category"] == "server"
+        stepped = (await client.result(await client.step(run, 3))).json()
+        assert stepped["metrics"] == {"weight:mean": 3 - 0.5 * 5}
+
+
+async def test_a_run_is_deleted_with_what_waits_for_it(tmp_path: Path) -> None:
+    learner = CountingLearner()
+    async with _serving(tmp_path, learner, EchoEngine()) as client:
+        run = await client.run()
+        other = await client.run(1)
+        saved = await client.post("save_weights", model_id=run, seq_id=1, path="one")
+        await client.result(saved["request_id"])
+        assert [each.name for each in (tmp_path / "runs").glob("*/*")] == ["weights-1"]
+        for seq in (2, 3, 4, 6):
+            await client.step(run, seq)
+        url = f"/api/v1/training_runs/{run}"
+        assert (await client.http.delete(url)).status_code == 204
+        assert (await client.http.get(url)).status_code == 404
+        assert run not in learner.runs
+        assert (await client.http.get("/api/v1/checkpoints")).json()["checkpoints"] == []
+        assert not list((tmp_path / "runs").glob("*/*"))
+        assert (await client.result(await client.step(other, 1))).status_code == 200
+        assert await client.run() == run
+        assert (await client.result(await client.step(run, 1))).status_code == 200
+
+
+async def test_a_run_that_was_refused_is_in_nobodys_way(tmp_path: Path) -> None:
+    async with _serving(tmp_path, CountingLearner(), EchoEngine(), resident=1) as client:
+        run = await client.run()
+        saved = await client.post("save_weights_for_sampler", model_id=run, seq_id=1, path="one")
+        path = (await client.result(saved["request_id"])).json()["path"]
+        made = await client.post(
+            "load_weights",
+            session_id=client.session,
+            model_seq_id=7,
+            path=path,
+            optimizer=True,
+        )
+        assert (await client.result(made["request_id"])).json()["category"] == "user"
+        step = await client.step(made["model_id"], 1)
+        assert (await client.result(step)).json()["category"] == "user"
+        stepped = (await client.result(await client.step(run, 2))).json()
+        assert stepped["metrics"] == {"weight:mean": 3.0}
+
+
+async def test_adapters_stay_while_there_is_room_and_come_back(tmp_path: Path) -> None:
+    engine = EchoEngine()
+    control = EngineClient("engine", "http://engine", transport=httpx.MockTransport(engine.answer))
+    adapters = Adapters(lambda: [control], most=4)
+    for number in range(6):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        file = folder / "adapter_model.safetensors"
+        file.write_bytes(bytes([number]))
+        name = f"{number}@{checksum(file)}"
+        async with adapters.use(name, folder):
+            assert len(engine.adapters) == min(number + 1, 4)
+    async with adapters.use(name, folder):
+        engine.adapters.clear()
+        async with adapters.use(name, folder, again=True):
+            assert list(engine.adapters) == [name]
+    assert set(adapters._users.values()) == {0}
 
 
 async def test_what_cannot_be_repeated_is_told(tmp_path: Path) -> None:
@@ -475,6 +551,30 @@ async def test_values_of_adam_are_checked(tmp_path: Path, name: str, value: obje
         answer = await client.http.post("/api/v1/optim_step", json=body)
         assert answer.status_code == 422
         assert answer.json()["error"]["field"] == f"adam_params.{name}"
+
+
+async def test_a_sampler_keeps_its_weights_and_the_numbers_of_its_clients(tmp_path: Path) -> None:
+    async with _serving(tmp_path, CountingLearner(), EchoEngine()) as client:
+        run = await client.run()
+        saved = await client.post(
+            "save_weights_for_sampler", model_id=run, seq_id=1, path="weights"
+        )
+        path = (await client.result(saved["request_id"])).json()["path"]
+        made = {"session_id": client.session, "sampling_session_seq_id": 5}
+        name = (await client.post("create_sampling_session", **made, base_model=BASE))[
+            "sampling_session_id"
+        ]
+        joined = await client.post("join_sampling_session", sampling_session_id=name)
+        await client.post("create_sampling_session", **made, base_model=BASE)
+        again = await client.post("join_sampling_session", sampling_session_id=name)
+        assert again["client_counter"] == joined["client_counter"] + 1
+        other = await client.http.post(
+            "/api/v1/create_sampling_session", json={**made, "model_path": path}
+        )
+        assert (other.status_code, other.json()["error"]["field"]) == (
+            422,
+            "sampling_session_seq_id",
+        )
 
 
 async def test_queues_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

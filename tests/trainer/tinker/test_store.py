@@ -114,6 +114,17 @@ def test_results_are_counted_on_when_the_latest_are_dropped(tmp_path: Path) -> N
         assert [seq for seq, *_ in store.finished_after(_RUN.id, range(10), after=1)] == [2]
 
 
+def test_nothing_is_written_of_an_operation_that_was_dropped(tmp_path: Path) -> None:
+    store = _store(tmp_path)
+    with store.transaction():
+        store.accept(_operation(1))
+        store.drop(_RUN)
+        store.finish(_RUN.id, 1, _DONE, repeatable=False)
+        assert store.applied() == {}
+        with pytest.raises(NotFound):
+            store.operation(_RUN.id, 1)
+
+
 def test_results_that_were_fetched_are_dropped(tmp_path: Path) -> None:
     store = _store(tmp_path)
     with store.transaction():
