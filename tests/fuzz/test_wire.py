@@ -159,7 +159,7 @@ def test_a_bad_adapter_is_named_and_not_known(
     (tmp_path / "adapter_config.json").write_text(json.dumps(config))
     save_file(tensors, tmp_path / "adapter_model.safetensors")
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 4))
-    model.get_output_embeddings = lambda: model[1]  # type: ignore[assignment]
+    model.get_output_embeddings = lambda: model[1]
     adapters = AdapterRegistry(model)
     with pytest.raises(BadAdapter):
         adapters.load("a", tmp_path)

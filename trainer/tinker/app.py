@@ -23,7 +23,14 @@ from common.process.metrics import Metrics
 from services.http.app import create_app
 from trainer.tinker import requests
 from trainer.tinker.clients import Clients
-from trainer.tinker.records import Checkpoint, Operation, Result, Run, Sampler, Session
+from trainer.tinker.records import (
+    Checkpoint,
+    Sampler,
+    TinkerOperation,
+    TinkerResult,
+    TinkerRun,
+    TinkerSession,
+)
 from trainer.tinker.server import TinkerServer
 
 _API = "/api/v1"
@@ -133,9 +140,9 @@ def _response(answer: Any) -> Response:
         return answer
     if answer is None:
         return Response(status_code=204)
-    if isinstance(answer, Operation):
+    if isinstance(answer, TinkerOperation):
         return JSONResponse(_future(answer))
-    if isinstance(answer, Result):
+    if isinstance(answer, TinkerResult):
         kind = "application/json" if answer.is_json else _PROTOBUF
         headers = {"X-Sampled-From": answer.weights} if answer.weights else None
         return Response(answer.content, media_type=kind, headers=headers)
@@ -242,9 +249,9 @@ def _add_sessions(calls: _Calls, server: TinkerServer) -> None:
     @calls.get("sessions/{name}")
     async def session(owner: str, name: str) -> Any:
         """The runs and samplers of a session."""
-        about = state.find(Session, name, owner).about
+        about = state.find(TinkerSession, name, owner).about
         return {
-            "training_run_ids": [each.id for each in state.owned(Run, owner, session=name)],
+            "training_run_ids": [each.id for each in state.owned(TinkerRun, owner, session=name)],
             "sampler_ids": [each.id for each in state.owned(Sampler, owner, session=name)],
             "user_metadata": about.get("user_metadata"),
             "display_name": about.get("display_name"),
@@ -273,7 +280,7 @@ def _add_runs(calls: _Calls, server: TinkerServer, tokenizer: str) -> None:
     state = server.state
     calls.add("DELETE", "training_runs/{name}", server.delete_run)
 
-    def described(run: Run) -> dict[str, Any]:
+    def described(run: TinkerRun) -> dict[str, Any]:
         latest: dict[str, Any] = {}
         for each in state.owned(Checkpoint, run.owner, run=run.id):
             latest.setdefault(each.kind, _checkpoint(each))
@@ -292,7 +299,7 @@ def _add_runs(calls: _Calls, server: TinkerServer, tokenizer: str) -> None:
     @calls.post("get_info")
     async def info(owner: str, body: requests.RunBody) -> Any:
         """What a run is."""
-        run = state.find(Run, body.model_id, owner)
+        run = state.find(TinkerRun, body.model_id, owner)
         return {
             "type": "get_info",
             "model_data": {"model_name": server.base_model, "tokenizer_id": tokenizer},
@@ -305,13 +312,13 @@ def _add_runs(calls: _Calls, server: TinkerServer, tokenizer: str) -> None:
     @calls.get("training_runs")
     async def runs(owner: str, body: requests.Page) -> Any:
         """All runs of the client, the newest first."""
-        found, cursor = _page(body, state.owned(Run, owner))
+        found, cursor = _page(body, state.owned(TinkerRun, owner))
         return {"training_runs": [described(each) for each in found], "cursor": cursor}
 
     @calls.get("training_runs/{name}")
     async def one(owner: str, name: str) -> Any:
         """One run."""
-        return described(state.find(Run, name, owner))
+        return described(state.find(TinkerRun, name, owner))
 
 
 def _add_checkpoints(calls: _Calls, server: TinkerServer) -> None:
@@ -322,7 +329,7 @@ def _add_checkpoints(calls: _Calls, server: TinkerServer) -> None:
     @calls.get("training_runs/{name}/checkpoints")
     async def of_run(owner: str, name: str) -> Any:
         """The saved weights of a run."""
-        state.find(Run, name, owner)
+        state.find(TinkerRun, name, owner)
         found = state.owned(Checkpoint, owner, run=name)
         return {"checkpoints": [_checkpoint(each) for each in found]}
 
@@ -336,7 +343,7 @@ def _add_checkpoints(calls: _Calls, server: TinkerServer) -> None:
     async def weights_info(owner: str, body: requests.TinkerPath) -> Any:
         """The adapter behind a path."""
         checkpoint = state.find(Checkpoint, body.tinker_path, owner)
-        lora = state.find(Run, checkpoint.run, owner).lora
+        lora = state.find(TinkerRun, checkpoint.run, owner).lora
         return {
             "base_model": server.base_model,
             "is_lora": True,
@@ -393,7 +400,7 @@ async def _refuse(owner: str, rest: str) -> Any:
     )
 
 
-def _future(operation: Operation) -> dict[str, Any]:
+def _future(operation: TinkerOperation) -> dict[str, Any]:
     return {"request_id": operation.request_id, "model_id": operation.line}
 
 

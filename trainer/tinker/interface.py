@@ -70,7 +70,7 @@ class Outputs:
     `loss:sum`."""
 
 
-class Learner(Protocol):
+class TinkerLearner(Protocol):
     """All runs on one base model. With several ranks rank 0 has it, and the others follow."""
 
     def create(self, run: str, spec: LoraSpec) -> None:

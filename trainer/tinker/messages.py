@@ -46,7 +46,7 @@ class Pass:
 
 
 @dataclass(frozen=True)
-class Sampled:
+class SampleAnswer:
     """One sampled sequence."""
 
     tokens: Sequence[int]
@@ -210,7 +210,7 @@ def _record(data: list[dict[str, Array]]) -> bytes:
 
 
 def write_samples(
-    samples: Sequence[Sampled], prompt_logprobs: Sequence[float | None] | None
+    samples: Sequence[SampleAnswer], prompt_logprobs: Sequence[float | None] | None
 ) -> bytes:
     """Returns Tinker's `SampleResponse`."""
     parts = []

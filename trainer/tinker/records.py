@@ -7,7 +7,7 @@ from trainer.tinker.interface import LoraSpec
 
 
 @dataclass
-class Session:
+class TinkerSession:
     """A client's process, which owns runs and samplers."""
 
     id: str
@@ -19,7 +19,7 @@ class Session:
 
 
 @dataclass
-class Run:
+class TinkerRun:
     """A LoRA adapter that is trained."""
 
     id: str
@@ -72,12 +72,12 @@ class Checkpoint:
         return self.path
 
 
-Fact = Session | Run | Sampler | Checkpoint
+Fact = TinkerSession | TinkerRun | Sampler | Checkpoint
 """What is kept under its `id`, which no two facts share."""
 
 
 @dataclass(frozen=True)
-class Result:
+class TinkerResult:
     """How an operation ended."""
 
     ok: bool
@@ -91,7 +91,7 @@ class Result:
 
 
 @dataclass(frozen=True)
-class Operation:
+class TinkerOperation:
     """A request that was accepted. `line` is the run or the sampler whose operations are counted by
     `seq`.
     """

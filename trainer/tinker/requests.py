@@ -16,7 +16,7 @@ _Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$")]
 _Ttl = Annotated[int, Field(ge=3600, le=10 * 366 * 86400)]
 
 
-class Body(BaseModel):
+class TinkerBody(BaseModel):
     """A request."""
 
     model_config = ConfigDict(extra="forbid", protected_namespaces=(), allow_inf_nan=False)
@@ -37,7 +37,7 @@ class Page(BaseModel):
     offset: Annotated[int, Field(ge=0)] = 0
 
 
-class CreateSession(Body):
+class CreateSession(TinkerBody):
     """Begins a session."""
 
     tags: list[str] = []
@@ -47,7 +47,7 @@ class CreateSession(Body):
     display_name: str | None = None
 
 
-class SessionBody(Body):
+class SessionBody(TinkerBody):
     """A call about a session."""
 
     session_id: str
@@ -60,7 +60,7 @@ class OptimizerConfig(BaseModel):
     type: Literal["adamw"] = "adamw"
 
 
-class CreateModel(Body):
+class CreateModel(TinkerBody):
     """Begins a run."""
 
     session_id: str
@@ -72,7 +72,7 @@ class CreateModel(Body):
     optimizer_config: OptimizerConfig = OptimizerConfig()
 
 
-class RunBody(Body):
+class RunBody(TinkerBody):
     """A call about a run."""
 
     model_id: str
@@ -128,7 +128,7 @@ OPERATIONS: dict[str, type[Numbered]] = {
 """The operations of a run, by their names on the wire."""
 
 
-class LoadWeights(Body):
+class LoadWeights(TinkerBody):
     """Loads weights, into a run or as a new one."""
 
     model_id: str | None = None
@@ -152,7 +152,7 @@ class CreateSampler(SessionBody):
     model_path: str | None = None
 
 
-class JoinSampler(Body):
+class JoinSampler(TinkerBody):
     """A copy of a sampling client begins."""
 
     sampling_session_id: str
@@ -166,14 +166,14 @@ class Chunk(BaseModel):
     type: Literal["encoded_text"] = "encoded_text"
 
 
-class Prompt(BaseModel):
+class PromptChunks(BaseModel):
     """A prompt of text."""
 
     model_config = ConfigDict(extra="forbid")
     chunks: list[Chunk]
 
 
-class SamplingParams(BaseModel):
+class SampleParams(BaseModel):
     """How to sample."""
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
@@ -186,12 +186,12 @@ class SamplingParams(BaseModel):
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
 
 
-class Sample(Body):
+class Sample(TinkerBody):
     """Samples completions of a prompt."""
 
     num_samples: Annotated[int, Field(ge=1, le=1024)] = 1
-    prompt: Prompt
-    sampling_params: SamplingParams
+    prompt: PromptChunks
+    sampling_params: SampleParams
     sampling_session_id: str
     seq_id: Annotated[int, Field(ge=0)]
     base_model: None = None
@@ -210,7 +210,7 @@ class Sample(Body):
         return [token for chunk in self.prompt.chunks for token in chunk.tokens]
 
 
-class Retrieve(Body):
+class Retrieve(TinkerBody):
     """Asks for a result."""
 
     request_id: str
@@ -225,7 +225,7 @@ class Target(BaseModel):
     cloned_sampler_id: Annotated[int, Field(ge=0)] = 0
 
 
-class RetrieveMany(Body):
+class RetrieveMany(TinkerBody):
     """Asks what is finished."""
 
     target: Target
@@ -234,13 +234,13 @@ class RetrieveMany(Body):
     retrieved_request_ids: Annotated[list[str], Field(max_length=100_000)] = []
 
 
-class TinkerPath(Body):
+class TinkerPath(TinkerBody):
     """A call about saved weights."""
 
     tinker_path: str
 
 
-class Ttl(Body):
+class Ttl(TinkerBody):
     """Changes when weights expire."""
 
     ttl_seconds: _Ttl | None = None

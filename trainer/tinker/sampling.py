@@ -22,8 +22,8 @@ from common.weights.checksums import checksum
 from services.http.sqlite_store import sum_of
 from services.rollout.engine_client import EngineClient
 from trainer.tinker import requests
-from trainer.tinker.messages import Sampled, write_samples
-from trainer.tinker.records import Checkpoint, Result, Sampler
+from trainer.tinker.messages import SampleAnswer, write_samples
+from trainer.tinker.records import Checkpoint, Sampler, TinkerResult
 from trainer.tinker.state import State
 from trainer.tinker.store import Journal
 from trainer.tinker.training import failure
@@ -154,7 +154,7 @@ class Sampling:
             operation = await self._journal.run(lambda store: store.operation(line, number))
             body = requests.parse(requests.Sample, operation.body)
             content, weights = await self._answer(sampler, body)
-            result = Result(ok=True, content=content, is_json=False, weights=weights)
+            result = TinkerResult(ok=True, content=content, is_json=False, weights=weights)
         except asyncio.CancelledError:
             if (line, number) not in self._unwanted:  # the server ends
                 raise
@@ -165,7 +165,7 @@ class Sampling:
             result = failure(error)
         await self._end(line, number, result)
 
-    async def _end(self, line: str, number: int, result: Result) -> None:
+    async def _end(self, line: str, number: int, result: TinkerResult) -> None:
         await self._journal.run(lambda store: store.finish(line, number, result, repeatable=False))
         self._finished(line, number)
 
@@ -255,11 +255,11 @@ class Sampling:
         return found if isinstance(found, list) else [found]
 
 
-def _cancelled() -> Result:
+def _cancelled() -> TinkerResult:
     return failure(ServiceError("the client cancelled this request", status=499))
 
 
-def _sampled(answer: dict[str, Any]) -> Sampled:
+def _sampled(answer: dict[str, Any]) -> SampleAnswer:
     meta = answer["meta_info"]
     reason = meta["finish_reason"]["type"]
     if reason not in ("stop", "length"):
@@ -270,4 +270,4 @@ def _sampled(answer: dict[str, Any]) -> Sampled:
             remedy="send the request again; see the engine's log",
         )
     logprobs = [logprob for logprob, *_ in meta["output_token_logprobs"]]
-    return Sampled(answer["output_ids"], logprobs, reason)
+    return SampleAnswer(answer["output_ids"], logprobs, reason)

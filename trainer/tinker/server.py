@@ -15,9 +15,17 @@ from common.clients.rollout import RolloutClient
 from common.errors import InvalidInput, Overloaded, ServiceLost
 from services.http.sqlite_store import sum_of
 from trainer.tinker import requests
-from trainer.tinker.interface import Learner, LoraSpec
+from trainer.tinker.interface import LoraSpec, TinkerLearner
 from trainer.tinker.messages import address, read_pass
-from trainer.tinker.records import Checkpoint, Fact, Operation, Result, Run, Sampler, Session
+from trainer.tinker.records import (
+    Checkpoint,
+    Fact,
+    Sampler,
+    TinkerOperation,
+    TinkerResult,
+    TinkerRun,
+    TinkerSession,
+)
 from trainer.tinker.sampling import Adapters, Sampling
 from trainer.tinker.state import State
 from trainer.tinker.store import Journal, TinkerStore
@@ -28,7 +36,7 @@ MAX_WAITING = 4096
 """Operations of a run, or requests of a sampler, that may wait."""
 POLL_S = 20.0
 """How long a question for a result waits for it. The SDK gives up after 45 seconds."""
-_F = TypeVar("_F", Session, Sampler, Checkpoint)
+_F = TypeVar("_F", TinkerSession, Sampler, Checkpoint)
 _CLONE = 1_000_000_000
 """Numbers of each copy of a sampling client."""
 
@@ -46,7 +54,7 @@ class TinkerServer:
     def __init__(  # noqa: PLR0913
         self,
         directory: Path,
-        learner: Learner,
+        learner: TinkerLearner,
         client: RolloutClient,
         adapters: Adapters,
         *,
@@ -91,7 +99,7 @@ class TinkerServer:
         for fact in facts:
             self.state.add(fact)
         self.state.sweep()
-        for run in self.state.all(Run):
+        for run in self.state.all(TinkerRun):
             self._training.start(run, applied.get(run.id, -1))
         for line, number in waiting:
             self._turns(line).add(line, number)
@@ -120,13 +128,13 @@ class TinkerServer:
 
     # ------------------------------------------------------------ sessions, runs, samplers
 
-    async def create_session(self, owner: str, body: requests.CreateSession) -> Session:
-        session = Session(secrets.token_hex(8), owner, body.model_dump(exclude_none=True))
+    async def create_session(self, owner: str, body: requests.CreateSession) -> TinkerSession:
+        session = TinkerSession(secrets.token_hex(8), owner, body.model_dump(exclude_none=True))
         return await self._put(session)
 
     async def finish_session(self, owner: str, name: str) -> None:
         """Ends a session; its runs and their weights stay, samples are dropped."""
-        session = self.state.find(Session, name, owner)
+        session = self.state.find(TinkerSession, name, owner)
         session.finished = True
         samplers = self.state.owned(Sampler, owner, session=name)
         await self.state.forget(samplers, self._journal, session)
@@ -186,7 +194,7 @@ class TinkerServer:
 
     async def delete_run(self, owner: str, name: str) -> None:
         """Removes a run, its operations and all its weights."""
-        run = self.state.find(Run, name, owner)
+        run = self.state.find(TinkerRun, name, owner)
         await self._training.forget(run)
         gone: list[Fact] = [run, *self.state.owned(Checkpoint, owner, run=name)]
         for sampler in self.state.owned(Sampler, owner):
@@ -202,7 +210,7 @@ class TinkerServer:
 
     # ------------------------------------------------------------ operations
 
-    async def create_run(self, owner: str, body: requests.CreateModel) -> Operation:
+    async def create_run(self, owner: str, body: requests.CreateModel) -> TinkerOperation:
         """Accepts a new run."""
         self.check_model(body.base_model)
         lora = body.lora_config
@@ -210,11 +218,13 @@ class TinkerServer:
             lora = replace(lora, seed=sum_of((self._seed, body.model_seq_id)))
         return await self._begin(owner, body.session_id, body.model_seq_id, lora=lora, body=body)
 
-    async def load(self, owner: str, body: requests.LoadWeights) -> Operation:
+    async def load(self, owner: str, body: requests.LoadWeights) -> TinkerOperation:
         """Accepts weights for a run, or as a new run."""
         if body.model_id is not None and body.seq_id is not None:
-            run = self.state.find(Run, body.model_id, owner)
-            return await self._accept(Operation(run.id, body.seq_id, "load_weights", body.stored()))
+            run = self.state.find(TinkerRun, body.model_id, owner)
+            return await self._accept(
+                TinkerOperation(run.id, body.seq_id, "load_weights", body.stored())
+            )
         if body.session_id is None or body.model_seq_id is None:
             raise InvalidInput(
                 "a load needs model_id and seq_id, or session_id and model_seq_id",
@@ -223,7 +233,9 @@ class TinkerServer:
             )
         if body.base_model is not None:
             self.check_model(body.base_model)
-        source = self.state.find(Run, self.state.find(Checkpoint, body.path, owner).run, owner)
+        source = self.state.find(
+            TinkerRun, self.state.find(Checkpoint, body.path, owner).run, owner
+        )
         return await self._begin(
             owner, body.session_id, body.model_seq_id, lora=source.lora, body=body
         )
@@ -236,37 +248,39 @@ class TinkerServer:
         *,
         lora: LoraSpec,
         body: requests.CreateModel | requests.LoadWeights,
-    ) -> Operation:
+    ) -> TinkerOperation:
         """Accepts the run with this number of a session, which may exist (for a retry)."""
         name = f"{self.state.session(session, owner).id}:train:{number}"
-        run = self.state.get(Run, name)
+        run = self.state.get(TinkerRun, name)
         if run is None:
             self.state.check_quota(owner)
             now = time.time()
             about = body.user_metadata
-            run = Run(name, session, owner, lora, created=now, used=now, about=about)
+            run = TinkerRun(name, session, owner, lora, created=now, used=now, about=about)
         kind = "create_model" if isinstance(body, requests.CreateModel) else "load_weights"
-        return await self._accept(Operation(name, 0, kind, body.stored()), run)
+        return await self._accept(TinkerOperation(name, 0, kind, body.stored()), run)
 
-    async def accept_pass(self, owner: str, body: bytes) -> Operation:
+    async def accept_pass(self, owner: str, body: bytes) -> TinkerOperation:
         """Accepts a pass in protobuf: a loss, and its gradient unless it says forward only."""
         name, number = address(body)
-        run = self.state.find(Run, name, owner)
+        run = self.state.find(TinkerRun, name, owner)
         given = await asyncio.to_thread(read_pass, body)
         kind = "forward" if given.forward_only else "forward_backward"
-        return await self._accept(Operation(run.id, number, kind, body))
+        return await self._accept(TinkerOperation(run.id, number, kind, body))
 
-    async def accept(self, owner: str, kind: str, body: requests.Numbered) -> Operation:
+    async def accept(self, owner: str, kind: str, body: requests.Numbered) -> TinkerOperation:
         """Accepts an operation of a run."""
-        run = self.state.find(Run, body.model_id, owner)
-        return await self._accept(Operation(run.id, body.seq_id, kind, body.stored()))
+        run = self.state.find(TinkerRun, body.model_id, owner)
+        return await self._accept(TinkerOperation(run.id, body.seq_id, kind, body.stored()))
 
-    async def accept_sample(self, owner: str, body: requests.Sample) -> Operation:
+    async def accept_sample(self, owner: str, body: requests.Sample) -> TinkerOperation:
         """Accepts a request of a sampler."""
         sampler = self.state.find(Sampler, body.sampling_session_id, owner)
-        return await self._accept(Operation(sampler.id, body.seq_id, "sample", body.stored()))
+        return await self._accept(TinkerOperation(sampler.id, body.seq_id, "sample", body.stored()))
 
-    async def _accept(self, operation: Operation, run: Run | None = None) -> Operation:
+    async def _accept(
+        self, operation: TinkerOperation, run: TinkerRun | None = None
+    ) -> TinkerOperation:
         """Writes an operation, with its run if that is new, and queues it."""
         turns = self._turns(operation.line)
         if turns.waiting(operation.line) >= MAX_WAITING:
@@ -302,7 +316,7 @@ class TinkerServer:
             if waiting is not None:
                 waiting.set()
 
-    async def result(self, owner: str, request_id: str) -> Result | None:
+    async def result(self, owner: str, request_id: str) -> TinkerResult | None:
         """Returns a result as soon as it is there; None when it is not within `POLL_S`."""
         line, number = self._parse(owner, request_id)
         event = self._waiters.setdefault((line, number), asyncio.Event())
@@ -312,7 +326,7 @@ class TinkerServer:
             found = await self._look(line, number)
         return found
 
-    async def _look(self, line: str, number: int) -> Result | None:
+    async def _look(self, line: str, number: int) -> TinkerResult | None:
         waits = False
         try:
             found = await self._journal.run(partial(TinkerStore.result, line=line, seq=number))
@@ -358,7 +372,7 @@ class TinkerServer:
         if ":sample:" in line:
             self.state.find(Sampler, line, owner)
         else:
-            self.state.find(Run, line, owner)
+            self.state.find(TinkerRun, line, owner)
         return line, int(number) if number.isdecimal() else -1
 
 

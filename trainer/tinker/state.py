@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import TypeVar
 
 from common.errors import Conflict, NotFound, TooLarge
-from trainer.tinker.records import Checkpoint, Fact, Run, Sampler, Session
+from trainer.tinker.records import Checkpoint, Fact, Sampler, TinkerRun, TinkerSession
 from trainer.tinker.store import Journal, TinkerStore
 
 KEPT_UNNAMED = 16
 """Unnamed weights of a run for its samplers; older ones are removed."""
-_F = TypeVar("_F", bound=Session | Run | Sampler | Checkpoint)
+_F = TypeVar("_F", bound=TinkerSession | TinkerRun | Sampler | Checkpoint)
 
 
 class State:
@@ -43,9 +43,10 @@ class State:
         """Returns a fact. Raises NotFound, also for one of another client."""
         found = self.get(kind, name)
         if found is None or found.owner != owner:
+            word = kind.__name__.removeprefix("Tinker").lower()
             raise NotFound(
-                f"there is no such {kind.__name__.lower()}",
-                field=kind.__name__.lower(),
+                f"there is no such {word}",
+                field=word,
                 value=name,
                 remedy="use one that this server made for the same key; they last until they are "
                 "deleted or expire",
@@ -69,9 +70,9 @@ class State:
         """Returns a checkpoint by the parts of its path. Raises NotFound."""
         return self.find(Checkpoint, f"tinker://{run}/{kind}/{name}", owner)
 
-    def session(self, name: str, owner: str) -> Session:
+    def session(self, name: str, owner: str) -> TinkerSession:
         """Returns a session that goes on. Raises NotFound, or Conflict for a finished one."""
-        session = self.find(Session, name, owner)
+        session = self.find(TinkerSession, name, owner)
         if session.finished:
             raise Conflict(
                 "this session is finished",
@@ -84,7 +85,7 @@ class State:
 
     def check_quota(self, owner: str) -> None:
         """Raises TooLarge when a client has as many runs as it may."""
-        runs = len(self.owned(Run, owner))
+        runs = len(self.owned(TinkerRun, owner))
         if runs >= self._most_runs:
             raise TooLarge(
                 f"this client has {runs} runs",
@@ -96,7 +97,7 @@ class State:
 
     # ------------------------------------------------------------ files
 
-    def folder(self, run: Run) -> Path:
+    def folder(self, run: TinkerRun) -> Path:
         """Returns the directory of a run's files."""
         return self._folder(run.id)
 
@@ -143,7 +144,7 @@ class State:
     def sweep(self) -> None:
         """Removes files that no fact names: what a killed process had begun, or not removed yet."""
         named = {self.files(each) for each in self.all(Checkpoint)}
-        for run in self.all(Run):
+        for run in self.all(TinkerRun):
             named.add(self.folder(run) / f"state-{run.snapshot}")
         for folder in self._directory.glob("runs/*/*"):
             if folder not in named:

@@ -14,7 +14,7 @@ import msgspec
 from common.errors import InvalidInput, NotFound, ServiceError
 from services.http.one_thread import OneThread
 from services.http.sqlite_store import TABLES, Damaged, SqliteStore, sealed, sum_of, unsealed
-from trainer.tinker.records import Fact, Operation, Result, Run
+from trainer.tinker.records import Fact, TinkerOperation, TinkerResult, TinkerRun
 
 _SCHEMA = (
     TABLES
@@ -77,7 +77,7 @@ class TinkerStore(SqliteStore):
 
     # ------------------------------------------------------------ operations
 
-    def accept(self, operation: Operation, first: int = 0) -> bool:
+    def accept(self, operation: TinkerOperation, first: int = 0) -> bool:
         """Writes a new operation; returns False for one that is there already.
 
         Raises InvalidInput when another one has its number, or a new one has a number below
@@ -105,7 +105,7 @@ class TinkerStore(SqliteStore):
         self.db.execute("INSERT INTO bodies VALUES (?, ?, ?)", (*key, operation.body))
         return True
 
-    def operation(self, line: str, seq: int) -> Operation:
+    def operation(self, line: str, seq: int) -> TinkerOperation:
         """Returns an operation that has not been applied for good. Raises Damaged, and NotFound
         for one that was dropped.
         """
@@ -114,7 +114,7 @@ class TinkerStore(SqliteStore):
         (body,) = self._one("SELECT body FROM bodies", line, seq)
         if sum_of(body) != body_sum:
             raise Damaged(f"the body of operation {seq} of {line} differs from its checksum")
-        return Operation(line, seq, kind, body)
+        return TinkerOperation(line, seq, kind, body)
 
     def _accepted(self, line: str, seq: int) -> tuple[Any, ...]:
         """Returns line, number, kind and checksum of the body of an operation."""
@@ -149,7 +149,9 @@ class TinkerStore(SqliteStore):
         """Returns the number of the latest result of every line."""
         return dict(self.db.execute("SELECT line, MAX(seq) FROM results GROUP BY line").fetchall())
 
-    def since(self, run: Run, kinds: Sequence[str]) -> list[tuple[Operation, Result]]:
+    def since(
+        self, run: TinkerRun, kinds: Sequence[str]
+    ) -> list[tuple[TinkerOperation, TinkerResult]]:
         """Returns the successful operations of some kinds since the run's snapshot, in order."""
         marks = ", ".join("?" * len(kinds))
         rows = self.db.execute(
@@ -166,7 +168,7 @@ class TinkerStore(SqliteStore):
 
     # ------------------------------------------------------------ results
 
-    def finish(self, line: str, seq: int, result: Result, *, repeatable: bool) -> None:
+    def finish(self, line: str, seq: int, result: TinkerResult, *, repeatable: bool) -> None:
         """Writes the result of an operation, whose body is kept if it may be applied again; does
         nothing for one that was dropped while it was in work.
         """
@@ -182,7 +184,7 @@ class TinkerStore(SqliteStore):
             sealed((*row, self._finished, result.weights)),
         )
 
-    def result(self, line: str, seq: int) -> Result | None:
+    def result(self, line: str, seq: int) -> TinkerResult | None:
         """Returns a result; None when there is none yet.
 
         Raises NotFound for an operation that was never accepted, or whose result is gone.
@@ -193,7 +195,7 @@ class TinkerStore(SqliteStore):
             self._expect(line, seq)
             return None
         *_, ok, content, is_json, finished, weights = unsealed(row, f"result {seq} of {line}")
-        return Result(
+        return TinkerResult(
             ok=bool(ok),
             content=content,
             is_json=bool(is_json),
@@ -219,7 +221,7 @@ class TinkerStore(SqliteStore):
                 [(line, seq) for seq in seqs],
             )
 
-    def passed(self, run: Run) -> None:
+    def passed(self, run: TinkerRun) -> None:
         """Drops what a run's snapshot makes superfluous: bodies, and what is long before it."""
         self.db.execute("DELETE FROM bodies WHERE line = ? AND seq <= ?", (run.id, run.snapshot))
         # Without its operation, a result that is gone is not taken for one that is to come.

@@ -20,9 +20,16 @@ from typing import Any
 from common.errors import Conflict, InvalidInput, NotFound, ServiceError, error_text
 from services.http.one_thread import OneThread
 from trainer.tinker import requests
-from trainer.tinker.interface import Learner
+from trainer.tinker.interface import TinkerLearner
 from trainer.tinker.messages import read_pass, write_outputs
-from trainer.tinker.records import Checkpoint, Fact, Operation, Result, Run, Sampler
+from trainer.tinker.records import (
+    Checkpoint,
+    Fact,
+    Sampler,
+    TinkerOperation,
+    TinkerResult,
+    TinkerRun,
+)
 from trainer.tinker.state import State
 from trainer.tinker.store import Journal, TinkerStore
 from trainer.tinker.turns import Turns
@@ -56,13 +63,13 @@ class _Outcome:
     needs_snapshot: bool = False
 
 
-def failure(error: Exception) -> Result:
+def failure(error: Exception) -> TinkerResult:
     """Returns the result of an operation that failed, as the SDK reads it."""
     if not isinstance(error, ServiceError):
         error = ServiceError(error_text(error), remedy="see the log of the server")
     category = "user" if error.status < 500 else "server"
     content = json.dumps({"error": str(error), "category": category}).encode()
-    return Result(ok=False, content=content, is_json=True)
+    return TinkerResult(ok=False, content=content, is_json=True)
 
 
 class Training:
@@ -76,7 +83,7 @@ class Training:
 
     def __init__(
         self,
-        learner: Learner,
+        learner: TinkerLearner,
         state: State,
         journal: Journal,
         *,
@@ -92,7 +99,7 @@ class Training:
         self._thread = OneThread("tinker-learner")
         self._resident: dict[str, float] = {}
         """Seconds of computing since the snapshot, by run; the run that was used last is last."""
-        self._runs: dict[str, Run] = {}
+        self._runs: dict[str, TinkerRun] = {}
         self._applying = asyncio.Lock()
 
     async def work(self) -> None:
@@ -111,12 +118,12 @@ class Training:
             self.turns.done(line, number)
             self._finished(line, number)
 
-    def start(self, run: Run, applied: int) -> None:
+    def start(self, run: TinkerRun, applied: int) -> None:
         """Adds a run whose operations up to number `applied` have results."""
         self._runs[run.id] = run
         self.turns.start(run.id, applied + 1)
 
-    async def forget(self, run: Run) -> None:
+    async def forget(self, run: TinkerRun) -> None:
         """Removes a run from memory, with what waits for it; its files stay."""
         # The operation in work writes the run when it ends.
         async with self._applying:
@@ -128,7 +135,7 @@ class Training:
         """Waits for the operation in work."""
         await self._thread.close()
 
-    async def _apply(self, run: Run, operation: Operation) -> None:
+    async def _apply(self, run: TinkerRun, operation: TinkerOperation) -> None:
         """Applies an operation and writes its result, with the snapshot that is due."""
         run.used = time.time()
         facts: list[Fact] = [run]
@@ -139,7 +146,7 @@ class Training:
             outcome = await self._thread.call(self._compute, run, operation)
             unsaved = self._resident.pop(run.id, 0.0) + time.monotonic() - started
             self._resident[run.id] = unsaved
-            result = Result(ok=True, content=outcome.content, is_json=outcome.is_json)
+            result = TinkerResult(ok=True, content=outcome.content, is_json=outcome.is_json)
             if outcome.needs_snapshot or unsaved > SNAPSHOT_S:
                 outdated = await self._save(run, operation.seq)
             facts += outcome.facts
@@ -157,7 +164,9 @@ class Training:
         await self._journal.run(write)
         await self._clean(facts, outdated)
 
-    async def _failed(self, run: Run, operation: Operation, error: Exception) -> Result:
+    async def _failed(
+        self, run: TinkerRun, operation: TinkerOperation, error: Exception
+    ) -> TinkerResult:
         """Returns the result of an operation that failed.
 
         A refusal has changed nothing. What any other error has changed is not known: the run comes
@@ -181,7 +190,7 @@ class Training:
 
     # ------------------------------------------------------------ memory
 
-    async def _bring_back(self, run: Run, operation: Operation) -> None:
+    async def _bring_back(self, run: TinkerRun, operation: TinkerOperation) -> None:
         """Makes a run resident: its snapshot, and what was applied since."""
         if run.id in self._resident:
             return
@@ -196,7 +205,7 @@ class Training:
             await self._lose(run)
             raise
 
-    async def _repeat(self, run: Run) -> None:
+    async def _repeat(self, run: TinkerRun) -> None:
         """Loads the snapshot of a run and applies again what was applied since."""
         since = await self._journal.run(lambda store: store.since(run, CHANGING))
         if run.snapshot >= 0:
@@ -232,11 +241,11 @@ class Training:
                 shutil.rmtree(outdated, ignore_errors=True)
         await self._lose(run)
 
-    async def _lose(self, run: Run) -> None:
+    async def _lose(self, run: TinkerRun) -> None:
         self._resident.pop(run.id, None)
         await self._thread.call(self._learner.unload, run.id)
 
-    async def _save(self, run: Run, number: int) -> Path | None:
+    async def _save(self, run: TinkerRun, number: int) -> Path | None:
         """Saves a run as it is after operation `number`; returns the folder of the snapshot before,
         which is needed until the new one is noted.
         """
@@ -252,7 +261,7 @@ class Training:
 
     # ------------------------------------------------------------ in the learner's thread
 
-    def _compute(self, run: Run, operation: Operation) -> _Outcome:
+    def _compute(self, run: TinkerRun, operation: TinkerOperation) -> _Outcome:
         learner = self._learner
         kind = operation.kind
         if kind == "create_model":
@@ -270,7 +279,7 @@ class Training:
             return self._load(run, operation)
         return self._export(run, operation)
 
-    def _load(self, run: Run, operation: Operation) -> _Outcome:
+    def _load(self, run: TinkerRun, operation: TinkerOperation) -> _Outcome:
         body = requests.parse(requests.LoadWeights, operation.body)
         checkpoint = self._state.find(Checkpoint, body.path, run.owner)
         if checkpoint.kind != "weights":
@@ -283,7 +292,7 @@ class Training:
         self._learner.load(run.id, self._state.files(checkpoint), optimizer=body.optimizer)
         return _json(needs_snapshot=True, path=body.path, model_id=run.id, type="load_weights")
 
-    def _export(self, run: Run, operation: Operation) -> _Outcome:
+    def _export(self, run: TinkerRun, operation: TinkerOperation) -> _Outcome:
         """Saves weights: for training, for samplers, or for downloads."""
         kind = _SAVED_AS[operation.kind]
         body: Any = requests.parse(requests.OPERATIONS[operation.kind], operation.body)
@@ -327,7 +336,7 @@ class Training:
         )
 
 
-def _note_snapshot(store: TinkerStore, run: Run) -> None:
+def _note_snapshot(store: TinkerStore, run: TinkerRun) -> None:
     store.put(run)
     store.passed(run)
 

@@ -6,7 +6,7 @@ import pytest
 from common.errors import InvalidInput, TooLarge
 from trainer.tinker.interface import Outputs
 from trainer.tinker.messages import (
-    Sampled,
+    SampleAnswer,
     address,
     read_pass,
     write_outputs,
@@ -98,7 +98,7 @@ def test_outputs_have_every_array_of_every_datum() -> None:
 
 
 def test_samples_say_how_they_ended() -> None:
-    content = write_samples([Sampled([5, 6], [-0.5, -1], "length")], [None, -2.0])
+    content = write_samples([SampleAnswer([5, 6], [-0.5, -1], "length")], [None, -2.0])
     found = dict(fields(content))
     sequence = dict(fields(found[1]))  # type: ignore[arg-type]
     assert sequence[1] == 1

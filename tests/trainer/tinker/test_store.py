@@ -9,10 +9,10 @@ import pytest
 from common.errors import ConfigError, InvalidInput, NotFound
 from common.process.storage import StorageFailed
 from trainer.tinker.interface import LoraSpec
-from trainer.tinker.records import Operation, Result, Run, Session
+from trainer.tinker.records import TinkerOperation, TinkerResult, TinkerRun, TinkerSession
 from trainer.tinker.store import Journal, TinkerStore
 
-_RUN = Run(
+_RUN = TinkerRun(
     id="s:train:0",
     session="s",
     owner="anyone",
@@ -21,11 +21,11 @@ _RUN = Run(
     used=1.0,
     snapshot=2,
 )
-_DONE = Result(ok=True, content=b"{}", is_json=True)
+_DONE = TinkerResult(ok=True, content=b"{}", is_json=True)
 
 
-def _operation(seq: int, body: bytes = b"x", kind: str = "optim_step") -> Operation:
-    return Operation(_RUN.id, seq, kind, body)
+def _operation(seq: int, body: bytes = b"x", kind: str = "optim_step") -> TinkerOperation:
+    return TinkerOperation(_RUN.id, seq, kind, body)
 
 
 def _store(tmp_path: Path) -> TinkerStore:
@@ -45,7 +45,7 @@ def test_an_operation_is_accepted_once(tmp_path: Path) -> None:
 
 def test_what_is_written_is_there_after_a_restart(tmp_path: Path) -> None:
     store = _store(tmp_path)
-    session = Session("s", "anyone", {"tags": []})
+    session = TinkerSession("s", "anyone", {"tags": []})
     with store.transaction():
         store.put(session)
         store.put(_RUN)
