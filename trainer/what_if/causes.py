@@ -338,7 +338,7 @@ def causes(facts: RunFacts) -> Iterator[Cause]:
         found = find(facts)
         if found is not None:
             what = sentence.format(*found.evidence, step=found.first)
-            yield Cause(name, found.first, what, remedy, found.groups)
+            yield Cause(name, found.first, what, remedy=remedy, groups=found.groups)
 
 
 def _in_most_groups(

@@ -20,7 +20,7 @@ _EPILOG = """\
 examples:
   rlhf fork runs/demo-seed0 --step 20 --set optimizer.learning_rate=1e-4
   rlhf fork runs/demo-seed0 --step 20 --set 'reward.functions=["my:Reward"]' --output runs/other
-  rlhf fork runs/demo-seed0 --step 20 --set data.map=my:without_one --max-steps 40
+  rlhf fork runs/own-data --step 20 --set data.map=my:without_one --max-steps 40
 
 The run must have been made with trainer.audit true. The fork trains in this process, with the
 embedded engine, and is compared with the run at the end. RUN_DIR/fork.json says which groups were
@@ -54,10 +54,10 @@ def main(argv: list[str] | None = None) -> None:
     and what training raises.
     """
     arguments = parser().parse_args(argv)
-    run_dir: Path = arguments.run_dir
+    run_dir: Path = arguments.run_dir.resolve()
     step: int = arguments.step
     check_run(run_dir)
-    output = arguments.output or run_dir.with_name(f"{run_dir.resolve().name}-fork-{step}")
+    output = arguments.output or run_dir.with_name(f"{run_dir.name}-fork-{step}")
     if output.exists():
         raise ConfigError(
             "this directory exists already",

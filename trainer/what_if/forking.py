@@ -48,23 +48,22 @@ def prepared(
             remedy="fork a run that settings describe",
         )
     parent = config_of(start, run_dir)
-    own = {"trainer.device": start.config["trainer"]["device"], **changes}
-    config = _forked(parent, own, output, steps)
+    content = flatten(parent.model_dump(mode="json")) | {
+        "trainer.device": start.config["trainer"]["device"],
+        **changes,
+        "trainer.run_dir": str(output),
+        "state_dir": str(output / "state"),
+    }
+    if steps is not None:
+        content["trainer.max_steps"] = steps
+    with argument_names({}):
+        config = from_mapping(content)
     known: dict[bytes, tuple[int, Group]] = {}
     if not any(name.startswith(_CHANGES_ANSWERS) for name in changes):
         known = valid_groups(run_dir, parent, step)
     has_other_data = any(name.startswith("data.") for name in changes)
     _begin(run_dir, parent, config, step, record=record, from_start=has_other_data)
     return config, RecordedAnswers(known)
-
-
-def _forked(parent: Config, changes: Mapping[str, Any], output: Path, steps: int | None) -> Config:
-    content = flatten(parent.model_dump(mode="json")) | dict(changes)
-    content |= {"trainer.run_dir": str(output), "state_dir": str(output / "state")}
-    if steps is not None:
-        content["trainer.max_steps"] = steps
-    with argument_names({}):
-        return from_mapping(content)
 
 
 def valid_groups(run_dir: Path, config: Config, step: int) -> dict[bytes, tuple[int, Group]]:
@@ -75,9 +74,8 @@ def valid_groups(run_dir: Path, config: Config, step: int) -> dict[bytes, tuple[
     found: dict[bytes, tuple[int, Group]] = {}
     if config.environment.name or config.sampling.truncation():
         return found
-    for later in sorted(recorded_steps(run_dir)):
-        if not step < later <= step + 1 + config.trainer.max_staleness:
-            continue
+    window = range(step + 1, step + 2 + config.trainer.max_staleness)
+    for later in recorded_steps(run_dir).keys() & window:
         for item in read_trained(run_dir, later):
             newest = max(
                 span[0] for each in item.group.completions for span in each.weight_versions

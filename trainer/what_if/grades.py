@@ -45,17 +45,13 @@ class AnswerGrade:
     def kind(self) -> str:
         """How the grade changes, such as `right → wrong`; empty if it is the same."""
         are_verdicts = self.answer.verified and self.now.verified
-        was, is_now = (_label(grade, are_verdicts) for grade in self.sides)
+        was = _label(self.answer, are_verdicts)
+        is_now = _label(self.now, are_verdicts)
         if was != is_now:
             return f"{was} → {is_now}"
         if self.change == 0.0:
             return ""
         return "reward higher" if self.change > 0.0 else "reward lower"
-
-    @property
-    def distance(self) -> tuple[bool, float]:
-        """How much the grades differ: another verdict first, then the difference of the rewards."""
-        return "→" in self.kind, abs(self.change)
 
 
 def _label(grade: CompletionText | RewardResult, are_verdicts: bool) -> str:

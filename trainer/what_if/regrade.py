@@ -82,7 +82,7 @@ class Regraded:
         each problem.
         """
         pairs = [(group, grade) for group in self.changed for grade in group.changed]
-        pairs.sort(key=lambda pair: pair[1].distance, reverse=True)
+        pairs.sort(key=lambda pair: ("→" in pair[1].kind, abs(pair[1].change)), reverse=True)
         found: dict[str, tuple[GroupGrades, AnswerGrade]] = {}
         for group, grade in pairs:
             found.setdefault(group.group.prompt_id, (group, grade))
@@ -97,7 +97,8 @@ def _counts(group: GroupGrades, algorithm: AlgorithmSection) -> Counts:
     with a reward, with a verdict, right ones, groups that teach, and the mean |advantage|.
     """
     found = np.zeros(14)
-    found[:2] = len(group.grades), len(group.changed)
+    found[0] = len(group.grades)
+    found[1] = len(group.changed)
     if group.group.reason:
         return found
     sides = found[4:].reshape(2, 5)
@@ -107,7 +108,8 @@ def _counts(group: GroupGrades, algorithm: AlgorithmSection) -> Counts:
                 side[:3] += 1, each.verified, each.correct
     if group.rewards is not None:
         pushes = np.array([advantages(rewards, algorithm) for rewards in group.rewards])
-        found[2:4] = 1, (pushes[0] * pushes[1] < 0).sum()
+        found[2] = 1
+        found[3] = (pushes[0] * pushes[1] < 0).sum()
         sides[:, 3] = pushes.any(axis=1)
         sides[:, 4] = np.abs(pushes).mean(axis=1)
     return found

@@ -130,5 +130,5 @@ class RunFacts:
             after = fmean(values[place : place + _WINDOW])
             change = abs(after - before)
             if change >= _LEAST_SHARE * span:
-                found.append(Jump(metric, series[place][0], before, after, change / noise))
+                found.append(Jump(metric, series[place][0], before, after, size=change / noise))
         return max(found, key=lambda jump: jump.size, default=None)

@@ -5,6 +5,7 @@ that carry it.
 import itertools
 import json
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from statistics import fmean
@@ -153,18 +154,15 @@ def _pull(group: GroupSummary) -> float:
 
 
 def _token_texts(facts: RunFacts, step: int, row: Json, place: int) -> list[str]:
-    """Returns the tokens that push most, each after what was before it."""
-    try:
-        content = read_group(facts.directory, step, place)
-        texts = TokenTexts.of_run(facts.directory)
-    except ServiceError:
-        return []
-    if content is None:
-        return []
-    found = []
-    for number, token, _ in row.get("tokens", ()):
-        said = texts.texts(content["completions"][number]["token_ids"][: token + 1])
-        found.append(f"{''.join(said[:-1])[-30:]}▸{said[-1]}")
+    """Returns the tokens that push most, each after what was before it; none without a gradient."""
+    found: list[str] = []
+    with suppress(ServiceError):
+        content = read_group(facts.directory, step, place) if "tokens" in row else None
+        if content is not None:
+            texts = TokenTexts.of_run(facts.directory)
+            for number, token, _ in row["tokens"]:
+                said = texts.texts(content["completions"][number]["token_ids"][: token + 1])
+                found.append(f"{''.join(said[:-1])[-30:]}▸{said[-1]}")
     return found
 
 
