@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, Self, TypeVar
 import httpx
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
-from common.clients.network import Answer, Network, Receive, Sent, exchange, refuse_compressed
+from common.clients.network import Network, Receive, Reply, Sent, exchange, refuse_compressed
 from common.clients.unreachable import Problem, problem_of, problem_of_status
 from common.errors import ServiceError, ServiceLost, Unauthorized, shorten
 from common.process import logs, progress, watchdog
@@ -230,7 +230,7 @@ class Client:
 
     async def request(
         self, method: str, path: str, *, deadline_s: float | None = None, **arguments: Any
-    ) -> Answer:
+    ) -> Reply:
         """Sends a request, with retries, until it succeeds or its deadline passes; honours
         Retry-After. It may take longer as long as the bytes of a large body move, or as the service
         says over another connection that it works on the request and gets on. An attempt on which
@@ -252,7 +252,7 @@ class Client:
 
     async def _repeat(
         self, method: str, path: str, patience_s: float, arguments: dict[str, Any]
-    ) -> Answer:
+    ) -> Reply:
         start = time.monotonic()
         patience = _Patience(patience_s)
         delay = 0.05
@@ -391,7 +391,7 @@ class Client:
         arguments: dict[str, Any],
         *,
         moved: Callable[[int], None],
-    ) -> Answer:
+    ) -> Reply:
         """Sends a request once, with `content` or `json`, `params` and `headers`; calls `moved`
         with the bytes of its bodies so far.
 
@@ -464,11 +464,11 @@ class Client:
                 "(SECURITY.md)",
             ) from None
 
-    def _is_retryable(self, response: Answer) -> bool:
+    def _is_retryable(self, response: Reply) -> bool:
         """Whether a retry may succeed."""
         return response.status_code in _RETRIED_STATUSES
 
-    def _error(self, response: Answer) -> ServiceError:
+    def _error(self, response: Reply) -> ServiceError:
         detail = _detail(response)
         status = response.status_code
         message = detail.pop("message")
@@ -518,7 +518,7 @@ class Client:
         if response.is_success:
             return None
         if response.status_code == Unauthorized.status:
-            raise self._error(Answer(response.status_code, response.headers, response.content))
+            raise self._error(Reply(response.status_code, response.headers, response.content))
         self.problem = problem_of_status(response.status_code)
         try:
             said = _Unhealthy.model_validate_json(response.content)
@@ -540,7 +540,7 @@ def _json(content: Any) -> bytes:
     return text.encode()
 
 
-def _detail(response: Answer) -> dict[str, Any]:
+def _detail(response: Reply) -> dict[str, Any]:
     """Returns message, field, value, remedy and code of an error; only a message when the body has
     another shape, such as SGLang's.
     """
@@ -557,7 +557,7 @@ def _detail(response: Answer) -> dict[str, Any]:
     return {"message": shorten(str(said or response.text))}
 
 
-def _retry_reason(response: Answer) -> str:
+def _retry_reason(response: Reply) -> str:
     """Returns why a request is repeated: the status and what the service said."""
     detail = _detail(response)
     parts = [detail.get(name) for name in ("message", "value", "remedy")]
@@ -565,7 +565,7 @@ def _retry_reason(response: Answer) -> str:
     return f"HTTP {response.status_code}: {shorten(said, 600)}"
 
 
-def parse_retry_after(response: Answer | httpx.Response) -> float:
+def parse_retry_after(response: Reply | httpx.Response) -> float:
     """Returns the seconds of Retry-After; 0 when it is absent or a date."""
     value = response.headers.get("retry-after", "")
     return float(value) if value.isascii() and value.isdigit() else 0.0

@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 
 from common.clients.base import Client, Unreachable
-from common.clients.network import Answer
+from common.clients.network import Reply
 from common.errors import NotFound, ServiceError
 from common.wire import codec
 from common.wire.schemas import Episode, EpisodeRequest, Episodes
@@ -27,7 +27,7 @@ class _Node:
     """A node of the environment-server."""
 
     client: Client
-    calls: dict["asyncio.Task[Answer]", str] = field(default_factory=dict)
+    calls: dict["asyncio.Task[Reply]", str] = field(default_factory=dict)
     """The requests in flight, with their ids."""
     failures: int = 0
     moved: set[str] = field(default_factory=set)
@@ -164,7 +164,7 @@ class EnvironmentClient(Client):
                 call.cancel()
 
 
-async def _post(client: Client, body: str, deadline_s: float) -> Answer:
+async def _post(client: Client, body: str, deadline_s: float) -> Reply:
     """Requests episodes, again while the server is healthy: they may wait for a slot much longer
     than they run.
     """

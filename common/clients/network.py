@@ -29,7 +29,7 @@ Receive = Callable[[AsyncIterable[bytes]], Awaitable[Path]]
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class Reply:
     """A response with its whole body."""
 
     status_code: int
@@ -81,7 +81,7 @@ def refuse_compressed(headers: Mapping[str, str]) -> None:
         )
 
 
-async def exchange(transport: httpx.AsyncBaseTransport, sent: Sent) -> Answer:
+async def exchange(transport: httpx.AsyncBaseTransport, sent: Sent) -> Reply:
     """Sends a request over any transport. Raises httpx.TransportError.
 
     Over the network it bypasses httpx, whose requests and responses took half of a small call.
@@ -101,8 +101,8 @@ async def exchange(transport: httpx.AsyncBaseTransport, sent: Sent) -> Answer:
         refuse_compressed(response.headers)
         if sent.receive is not None and response.is_success:
             file = await sent.receive(response.aiter_bytes())
-            return Answer(response.status_code, response.headers, file=file)
-        return Answer(response.status_code, response.headers, await response.aread())
+            return Reply(response.status_code, response.headers, file=file)
+        return Reply(response.status_code, response.headers, await response.aread())
     finally:
         await response.aclose()
 
@@ -141,7 +141,7 @@ class Network(httpx.AsyncBaseTransport):
         stream = _Body(answer, len(content), moved)
         return httpx.Response(answer.status, headers=answer.raw_headers, stream=stream)
 
-    async def exchange(self, sent: Sent) -> Answer:
+    async def exchange(self, sent: Sent) -> Reply:
         """See the function `exchange`."""
         size = len(sent.content)
         with _httpx_errors():
@@ -158,7 +158,7 @@ class Network(httpx.AsyncBaseTransport):
                 pieces = _Body(answer, size, sent.moved)
                 if sent.receive is not None and answer.status // 100 == 2:
                     file = await sent.receive(pieces)
-                    return Answer(answer.status, answer.headers, file=file)
+                    return Reply(answer.status, answer.headers, file=file)
                 # A stream of its own costs more than the rest of a small answer.
                 if (answer.content_length or _READ_BYTES) < _READ_BYTES:
                     content = await answer.read()
@@ -167,7 +167,7 @@ class Network(httpx.AsyncBaseTransport):
                     content = b"".join([piece async for piece in pieces])
             finally:
                 answer.release()
-        return Answer(answer.status, answer.headers, content)
+        return Reply(answer.status, answer.headers, content)
 
     def _call(
         self,

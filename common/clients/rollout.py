@@ -16,7 +16,7 @@ import orjson
 
 from common.clients.base import Look
 from common.clients.engines import GeneratingClient
-from common.clients.network import Answer, Receive
+from common.clients.network import Receive, Reply
 from common.errors import NotFound, ServiceError, ServiceLost
 from common.process.storage import storing
 from common.wire.codec import without_collection
@@ -259,7 +259,7 @@ class RolloutClient(GeneratingClient):
         is_lost = bool(loads) and all(load.is_idle for load in loads or [])
         return Look(works=False if is_lost else None, progress=self.engines.progress)
 
-    def _is_retryable(self, response: Answer) -> bool:
+    def _is_retryable(self, response: Reply) -> bool:
         """Also retries the router's 500, when its attempts met engines that just died, and smg's
         404 without one.
         """

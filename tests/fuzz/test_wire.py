@@ -158,7 +158,9 @@ def test_a_bad_adapter_is_named_and_not_known(
 ) -> None:
     (tmp_path / "adapter_config.json").write_text(json.dumps(config))
     save_file(tensors, tmp_path / "adapter_model.safetensors")
-    adapters = AdapterRegistry(torch.nn.Sequential(torch.nn.Linear(2, 2)))
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 4))
+    model.get_output_embeddings = lambda: model[1]  # type: ignore[assignment]
+    adapters = AdapterRegistry(model)
     with pytest.raises(BadAdapter):
         adapters.load("a", tmp_path)
     assert adapters.paths() == {}

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from common.clients.base import Client
 from common.clients.engines import Engines
-from common.clients.network import Answer
+from common.clients.network import Reply
 from common.clients.rollout import BASE_VERSION, RolloutClient
 from common.errors import ServiceLost
 from common.process.progress import Progress, bounded
@@ -85,7 +85,7 @@ class ServersClient(RolloutClient):
         ]
         return "; ".join(named) or None
 
-    async def _exchange(self, *arguments: Any, **options: Any) -> Answer:
+    async def _exchange(self, *arguments: Any, **options: Any) -> Reply:
         self._check()
         now = time.monotonic()
         server = min(self._servers, key=lambda server: (server.rests_until > now, server.running))
@@ -109,7 +109,7 @@ class OwnEngineClient(EngineClient):
         super().__init__("engine", server.url)
         self._server = server
 
-    async def _exchange(self, *arguments: Any, **options: Any) -> Answer:
+    async def _exchange(self, *arguments: Any, **options: Any) -> Reply:
         self._server.check_alive()
         return await super()._exchange(*arguments, **options)
 

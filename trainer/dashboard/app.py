@@ -92,14 +92,11 @@ def add_dashboard(app: FastAPI, runs: Runs, health: Health | None = None) -> Non
     @app.get("/dashboard/api/why", **answers)
     def why(run: AskedRun) -> Response:
         """Returns what `rlhf why` found last: `jump`, `causes`, `changes`, and the groups that
-        carry the update of `step`.
+        carry the update of `step`; null when nobody has asked.
         """
         path = run.directory / WHY
-        if not path.is_file():
-            raise NotFound(
-                "nobody has asked why", field="run", value=str(path), remedy="rlhf why RUN_DIR"
-            )
-        return Response(path.read_bytes(), media_type=JSON, headers={"cache-control": "no-store"})
+        found = path.read_bytes() if path.is_file() else b"null"
+        return Response(found, media_type=JSON, headers={"cache-control": "no-store"})
 
     @app.get("/dashboard/api/series", **answers)
     def series(

@@ -1,4 +1,4 @@
-"""Answer generators for an evaluation: embedded engine, SGLang, or OpenAI-compatible server."""
+"""Reply generators for an evaluation: embedded engine, SGLang, or OpenAI-compatible server."""
 
 import asyncio
 import tempfile
@@ -11,7 +11,7 @@ import httpx
 
 from common.clients.base import Client, Unreachable
 from common.clients.engines import GeneratingClient
-from common.clients.network import Answer
+from common.clients.network import Reply
 from common.clients.rollout import GenerationFailed, RolloutClient
 from common.errors import ConfigError, ServiceError
 from common.prompts.prompter import Prompter, PromptStyle, conversation
@@ -182,7 +182,7 @@ def _root(url: str) -> str:
     return url.rstrip("/").removesuffix("/v1")
 
 
-async def _ask(client: Client, path: str) -> Answer | None:
+async def _ask(client: Client, path: str) -> Reply | None:
     """Makes the first call, which detects a wrong address in seconds; None when the server does not
     know `path`.
     """
@@ -203,7 +203,7 @@ async def _ask(client: Client, path: str) -> Answer | None:
         return None
 
 
-def _only_model(listed: Answer | None, url: str) -> str:
+def _only_model(listed: Reply | None, url: str) -> str:
     try:
         ids = [str(card["id"]) for card in listed.json()["data"]] if listed else []
     except (ValueError, KeyError, TypeError):

@@ -12,7 +12,7 @@ import numpy as np
 import orjson
 
 from common.clients.engines import GeneratingClient
-from common.clients.network import Answer
+from common.clients.network import Reply
 from common.errors import ConfigError, ServiceError, Unauthorized, shorten
 from common.settings.sections import TeacherSection
 from common.wire.schemas import Float32, Int32
@@ -171,7 +171,7 @@ class Teacher(GeneratingClient):
         )
         return orjson.loads(response.content)
 
-    def _error(self, response: Answer) -> ServiceError:
+    def _error(self, response: Reply) -> ServiceError:
         error = super()._error(response)
         if response.status_code == Unauthorized.status:
             error.remedy = f"set {API_KEY} in the environment of the trainer"

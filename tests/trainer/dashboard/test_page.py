@@ -142,11 +142,14 @@ def test_tabs_and_controls_are_used_by_keyboard_alone(page: Page, tmp_path: Path
         page.press("TAB")
         assert page.run("return document.activeElement.id") == "tab-overview"
         page.press("ARROW_LEFT")
+        page.until(lambda: "rlhf why" in page.text("#why"), "why")
+        page.press("ARROW_LEFT")
         page.until(
             lambda: page.text("#settings").startswith("Changed from the defaults"), "settings"
         )
         assert "trainer.batch_size" in page.text("#settings")
         assert page.charts() == {}
+        page.press("ARROW_RIGHT")
         page.press("ARROW_RIGHT")
         seen = []
         for _ in range(6):

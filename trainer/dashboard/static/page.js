@@ -134,7 +134,7 @@ async function readDiagnosis() {
 
 /** The answer of `rlhf why`, and a way to its groups. */
 async function readWhy() {
-  const answer = await fetchJson("why", { run: primary().run }).catch((error) => (error.status === 404 ? null : Promise.reject(error)));
+  const answer = await fetchJson("why", { run: primary().run });
   const openGroup = (step, id) => {
     address.set({ group: id, at: step, completion: "" }, { push: true, to: "rollouts" });
     refresh();
