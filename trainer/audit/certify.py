@@ -15,8 +15,7 @@ from common import Json
 from common.errors import ConfigError
 from common.process.storage import storing
 from common.weights.checksums import checksum
-from learning.ranks import Ranks
-from trainer.audit.history import WeightHistory
+from trainer.audit.history import models_after
 from trainer.audit.recorded import config_of
 from trainer.observe.audit import AuditRecord
 from trainer.observe.run_dir import AUDIT, damaged
@@ -52,11 +51,8 @@ def certify(run_dir: Path, seed: str, count: int, output: Path, more: Sequence[s
     if published is None:
         raise damaged("the run has no complete checkpoint, so nothing is published", run_dir)
 
-    executed: list[Json] = [
-        {"step": step, "stages": _outcomes(run_dir, step, more)} for step in steps
-    ]
-    checkpoint = _published(run_dir, record, published)
-    executed.append({"step": int(published.name.removeprefix("step_")), "stages": [checkpoint]})
+    executed = [_executed(run_dir, step, more) for step in steps]
+    executed.append(_published(run_dir, record, published))
     differs = any(stage["state"] in _FAILED for each in executed for stage in each["stages"])
     certificate: Json = {
         "format": _FORMAT,
@@ -76,25 +72,24 @@ def certify(run_dir: Path, seed: str, count: int, output: Path, more: Sequence[s
 
 def _published(run_dir: Path, record: AuditRecord, checkpoint: Path) -> Json:
     """Compares the weights of a checkpoint with the checksum that the run recorded after its step;
-    returns the outcome.
+    returns the step with its only outcome.
     """
     step = int(checkpoint.name.removeprefix("step_"))
     start = record.start(record.step(step))
-    config = config_of(start, run_dir, "cpu" if start.setup.device == "cpu" else "auto")
-    stage = {"stage": "checkpoint", "detail": f"the weights in {checkpoint.name}"}
+    config = config_of(start, run_dir)
+    stage: Json = {"stage": "checkpoint", "detail": f"the weights in {checkpoint.name}"}
     if start.setup.world_size > 1 and config.parallel.shard_size != 1:
-        reason = "the checksums are of the shares of several ranks"
-        return stage | {"state": "not compared", "detail": reason}
-    history = WeightHistory(record, run_dir, config, Ranks.alone(config), first=step)
-    history.load()
-    found = history.policy.digest()
-    expected = record.weights_at(step)
-    state = "equal" if found == expected else "differs"
-    return stage | {"state": state, "expected": expected, "found": found}
+        stage["state"] = "not compared"
+        stage["detail"] = "the checksums are of the shares of several ranks"
+    else:
+        stage["found"] = models_after(record, run_dir, config, step).policy.digest()
+        stage["expected"] = record.weights_at(step)
+        stage["state"] = "equal" if stage["found"] == stage["expected"] else "differs"
+    return {"step": step, "stages": [stage]}
 
 
-def _outcomes(run_dir: Path, step: int, more: Sequence[str]) -> list[Json]:
-    """Returns the outcomes of a step, which processes of its own execute again."""
+def _executed(run_dir: Path, step: int, more: Sequence[str]) -> Json:
+    """Returns a step with its outcomes; processes of their own execute it again."""
     with TemporaryDirectory(prefix="rlhf-certify-") as folder:
         path = Path(folder) / "outcomes.json"
         words = [str(run_dir), "--step", str(step), "--json", str(path), *more]
@@ -102,10 +97,9 @@ def _outcomes(run_dir: Path, step: int, more: Sequence[str]) -> list[Json]:
         command = [sys.executable, "-m", "trainer.audit", *words]
         done = subprocess.run(command, env=environment, check=False, stderr=subprocess.PIPE)
         if path.exists():
-            found: list[Json] = json.loads(path.read_bytes())
-            return found
+            return {"step": step, "stages": json.loads(path.read_bytes())}
     reason = done.stderr.decode(errors="replace").strip().rpartition("\n")[2]
-    return [{"stage": "all", "state": "missing", "detail": reason}]
+    return {"step": step, "stages": [{"stage": "all", "state": "missing", "detail": reason}]}
 
 
 def weight_files(directory: Path) -> dict[str, str]:
@@ -136,10 +130,14 @@ def check_certificate(path: Path, weights: Path) -> int:
         *executed, _ = content["executed"]
         steps = [each["step"] for each in executed]
         drawn = drawn_steps(content["seed"], len(steps), content["steps"])
-        published = content["published"]
-        problems = ["a step differs, or could not be executed again"] * bool(content["differs"])
+        published = dict(content["published"])
+        differs = content["differs"]
         stages = [(each["step"], stage) for each in content["executed"] for stage in each["stages"]]
-        left_out = [pair for pair in stages if pair[1]["state"] == "not compared"]
+        left_out = [
+            f"step {step}, {stage['stage']}: {stage['detail']}"
+            for step, stage in stages
+            if stage["state"] == "not compared"
+        ]
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise ConfigError(
             f"this is no certificate: {error}",
@@ -148,15 +146,19 @@ def check_certificate(path: Path, weights: Path) -> int:
             remedy="name a file that rlhf audit --certify wrote",
         ) from None
 
+    found = weight_files(weights)
+    problems = [
+        f"{name} has the checksum {found.get(name)}, not {expected}"
+        for name, expected in published.items()
+        if found.get(name) != expected
+    ]
+    if differs:
+        problems.append("a step differs, or could not be executed again")
     if steps != drawn:
         problems.append(f"its steps are {steps}, but the seed draws {drawn}")
-    found = weight_files(weights)
-    for name, expected in published.items():
-        if found.get(name) != expected:
-            problems.append(f"{name} has the checksum {found.get(name)}, not {expected}")
     print(f"{len(stages)} stages of the steps {steps} were executed again for {content['seed']!r}")
-    for step, stage in left_out:
-        print(f"not compared: step {step}, {stage['stage']}: {stage['detail']}")
+    for stage in left_out:
+        print(f"not compared: {stage}")
     for problem in problems:
         print(f"does not hold: {problem}")
     if not problems:

@@ -154,3 +154,12 @@ def _of_updates(config: Json) -> Json:
             if section != "trainer" or name not in UNREAD_OF_TRAINER:
                 found[f"{section}.{name}"] = value
     return found
+
+
+def models_after(record: AuditRecord, run_dir: Path, config: Config, step: int) -> WeightHistory:
+    """Returns the models as they were after a step, in one process. Raises ConfigError."""
+    history = WeightHistory(record, run_dir, config, Ranks.alone(config), first=step)
+    history.load()
+    while history.policy.step < step:
+        history.advance()
+    return history

@@ -75,8 +75,11 @@ class RecordedStep:
         return Batch.of(items, config, self.step - 1)
 
 
-def config_of(start: AuditedStart, run_dir: Path, device: str) -> Config:
-    """Returns the settings of an attempt, for this directory and device. Raises ConfigError."""
+def config_of(start: AuditedStart, run_dir: Path, device: str = "") -> Config:
+    """Returns the settings of an attempt, for this directory and device; without one, for the CPU
+    if the attempt ran on it, and else for any GPU. Raises ConfigError.
+    """
+    device = device or ("cpu" if start.setup.device == "cpu" else "auto")
     content: Json = dict(start.config)
     content["trainer"] = content["trainer"] | {"run_dir": str(run_dir), "device": device}
     functions = content["reward"]["functions"]

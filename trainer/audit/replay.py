@@ -51,9 +51,7 @@ class StepReplay:
 
     def ranks(self) -> Ranks:
         """Returns this rank among those of the replay, which are as many as the run had."""
-        start = self.recorded.start
-        device = "cpu" if start.setup.device == "cpu" else "auto"
-        return Ranks.from_env(_JOIN_S, config_of(start, self.run_dir, device))
+        return Ranks.from_env(_JOIN_S, config_of(self.recorded.start, self.run_dir))
 
     def run(self, ranks: Ranks) -> list[StageOutcome]:
         """Compares the stages and returns their outcomes in order; those of a rank above 0 are

@@ -6,12 +6,14 @@ import argparse
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, get_args
 
 from pydantic.fields import FieldInfo
 
 from common.errors import ConfigError, ServiceError
+from common.process.cli import CommandParser
 from common.prompts.templates import check_prompts
 from common.settings.config import from_mapping, names
 from common.settings.sections import DataSection
@@ -62,6 +64,20 @@ def add_fields(
             options["type"] = kinds[0]
             options["metavar"] = flag.rpartition("-")[2].upper()
         parser.add_argument(flag, **options)
+
+
+def run_parser(prog: str, description: str, usage: str, epilog: str) -> CommandParser:
+    """Returns the command line of a command whose first argument is the directory of a run."""
+    made = CommandParser(prog, description, usage, epilog)
+    made.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="directory of the run")
+    return made
+
+
+def add_settings(parser: argparse._ActionsContainer, text: str) -> None:
+    """Adds `--set`, which may be given several times, with this help."""
+    parser.add_argument(
+        "--set", type=setting, action="append", default=[], metavar="NAME=VALUE", help=text
+    )
 
 
 def setting(text: str) -> tuple[str, Any]:

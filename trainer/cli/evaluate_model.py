@@ -16,7 +16,7 @@ from common.process.imports import heavy_imports
 from common.process.topology import refuse_cpu_build
 from common.settings.config import from_mapping
 from common.settings.sections import DataSection
-from trainer.cli.commands import DATASETS, argument_names, data_section, problems, setting
+from trainer.cli.commands import DATASETS, add_settings, argument_names, data_section, problems
 
 if TYPE_CHECKING:
     from trainer.evaluation.results import EvaluationResults
@@ -88,13 +88,9 @@ def parser() -> CommandParser:
         metavar="N",
         help=f"use the first N problems (default: up to {_AT_MOST})",
     )
-    data.add_argument(
-        "--set",
-        type=setting,
-        action="append",
-        default=[],
-        metavar="NAME=VALUE",
-        help="a setting of data, sampling or chat template, such as data.prompt_field=question or "
+    add_settings(
+        data,
+        "a setting of data, sampling or chat template, such as data.prompt_field=question or "
         "sampling.top_p=0.95",
     )
     answers = made.add_argument_group("answers")

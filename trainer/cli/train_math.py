@@ -17,10 +17,10 @@ from trainer.api.settings import TrainerConfig
 from trainer.cli.commands import (
     DATASETS,
     add_fields,
+    add_settings,
     argument_names,
     data_section,
     problems,
-    setting,
 )
 from trainer.trackers.thread import exit_despite_hung_tracker
 
@@ -109,13 +109,9 @@ def parser() -> CommandParser:
     running.add_argument(
         "--quiet", action="store_true", help="print only the path of the trained model"
     )
-    running.add_argument(
-        "--set",
-        type=setting,
-        action="append",
-        default=[],
-        metavar="NAME=VALUE",
-        help="any other setting of the system, such as algorithm.entropy_coef=0.001 or "
+    add_settings(
+        running,
+        "any other setting of the system, such as algorithm.entropy_coef=0.001 or "
         "data.levels=4,5; `python -m trainer --help-all` lists them",
     )
     add_fields(made.add_argument_group("training"), _FIELDS, _FLAGS)

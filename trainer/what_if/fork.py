@@ -10,7 +10,7 @@ from rich.console import Console
 from common import Json
 from common.errors import ConfigError
 from common.process.cli import CommandParser, positive, run
-from trainer.cli.commands import setting
+from trainer.cli.commands import add_settings, run_parser
 from trainer.cli.compare import compare, evaluated
 from trainer.dashboard.runs import RunReader
 from trainer.observe.group_files import LINES
@@ -20,7 +20,7 @@ _EPILOG = """\
 examples:
   rlhf fork runs/demo-seed0 --step 20 --set optimizer.learning_rate=1e-4
   rlhf fork runs/demo-seed0 --step 20 --set 'reward.functions=["my:Reward"]' --output runs/other
-  rlhf fork runs/demo-seed0 --step 20 --set data.map=my:without_one --max-steps 40
+  rlhf fork runs/own-data --step 20 --set data.map=my:without_one --max-steps 40
 
 The run must have been made with trainer.audit true. The fork trains in this process, with the
 embedded engine, and is compared with the run at the end. RUN_DIR/fork.json says which groups were
@@ -32,18 +32,13 @@ FORK = "fork.json"
 def parser() -> CommandParser:
     """Returns the command line."""
     usage = "RUN_DIR --step STEP [--set NAME=VALUE …] [--max-steps N] [--output DIR]"
-    made = CommandParser("rlhf fork", __doc__ or "", usage, _EPILOG)
-    made.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="directory of the run")
+    made = run_parser("rlhf fork", __doc__ or "", usage, _EPILOG)
     made.add_argument(
         "--step", type=positive, required=True, metavar="STEP", help="the last step in common"
     )
-    made.add_argument(
-        "--set",
-        type=setting,
-        action="append",
-        default=[],
-        metavar="NAME=VALUE",
-        help="what is changed, such as algorithm.clip_high=0.28",
+    add_settings(
+        made,
+        "what is changed, such as algorithm.clip_high=0.28",
     )
     made.add_argument(
         "--max-steps", type=positive, metavar="N", help="total steps (default: those of the run)"
@@ -59,10 +54,10 @@ def main(argv: list[str] | None = None) -> None:
     and what training raises.
     """
     arguments = parser().parse_args(argv)
-    run_dir: Path = arguments.run_dir
+    run_dir: Path = arguments.run_dir.resolve()
     step: int = arguments.step
     check_run(run_dir)
-    output = arguments.output or run_dir.with_name(f"{run_dir.resolve().name}-fork-{step}")
+    output = arguments.output or run_dir.with_name(f"{run_dir.name}-fork-{step}")
     if output.exists():
         raise ConfigError(
             "this directory exists already",
@@ -76,13 +71,12 @@ def main(argv: list[str] | None = None) -> None:
     changes = dict(arguments.set)
     config, answers = prepared(run_dir, step, output, changes, steps=arguments.max_steps)
     train_in_process(config, rollout_transport=answers.before)
-    positions = [
+    generated = [
         group["position"]
         for line in read_lines(output / LINES)
         for group in line["groups"]
-        if line["step"] > step
+        if line["step"] > step and group["position"] not in answers.used
     ]
-    generated = [position for position in positions if position not in answers.used]
     said: Json = {
         "parent": str(run_dir),
         "step": step,

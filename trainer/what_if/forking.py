@@ -2,7 +2,7 @@
 
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from common.settings.config import Config, from_mapping
 from common.wire.schemas import Completion, Group
 from learning.device import reproducible_numbers
 from learning.ranks import Ranks
-from trainer.audit.history import WeightHistory
+from trainer.audit.history import models_after
 from trainer.audit.recorded import config_of
 from trainer.cli.commands import argument_names
 from trainer.observe.audit import AuditRecord
@@ -47,24 +47,23 @@ def prepared(
             value=str(run_dir),
             remedy="fork a run that settings describe",
         )
-    parent = config_of(start, run_dir, "cpu" if start.setup.device == "cpu" else "auto")
-    own = {"trainer.device": start.config["trainer"]["device"], **changes}
-    config = _forked(parent, own, output, steps)
-    answers = RecordedAnswers()
-    if not any(name.startswith(_CHANGES_ANSWERS) for name in changes):
-        answers.known = valid_groups(run_dir, parent, step)
-    has_other_data = any(name.startswith("data.") for name in changes)
-    _begin(run_dir, parent, config, step, record=record, from_start=has_other_data)
-    return config, answers
-
-
-def _forked(parent: Config, changes: Mapping[str, Any], output: Path, steps: int | None) -> Config:
-    content = flatten(parent.model_dump(mode="json")) | dict(changes)
-    content |= {"trainer.run_dir": str(output), "state_dir": str(output / "state")}
+    parent = config_of(start, run_dir)
+    content = flatten(parent.model_dump(mode="json")) | {
+        "trainer.device": start.config["trainer"]["device"],
+        **changes,
+        "trainer.run_dir": str(output),
+        "state_dir": str(output / "state"),
+    }
     if steps is not None:
         content["trainer.max_steps"] = steps
     with argument_names({}):
-        return from_mapping(content)
+        config = from_mapping(content)
+    known: dict[bytes, tuple[int, Group]] = {}
+    if not any(name.startswith(_CHANGES_ANSWERS) for name in changes):
+        known = valid_groups(run_dir, parent, step)
+    has_other_data = any(name.startswith("data.") for name in changes)
+    _begin(run_dir, parent, config, step, record=record, from_start=has_other_data)
+    return config, RecordedAnswers(known)
 
 
 def valid_groups(run_dir: Path, config: Config, step: int) -> dict[bytes, tuple[int, Group]]:
@@ -75,9 +74,8 @@ def valid_groups(run_dir: Path, config: Config, step: int) -> dict[bytes, tuple[
     found: dict[bytes, tuple[int, Group]] = {}
     if config.environment.name or config.sampling.truncation():
         return found
-    for later in sorted(recorded_steps(run_dir)):
-        if not step < later <= step + 1 + config.trainer.max_staleness:
-            continue
+    window = range(step + 1, step + 2 + config.trainer.max_staleness)
+    for later in recorded_steps(run_dir).keys() & window:
         for item in read_trained(run_dir, later):
             newest = max(
                 span[0] for each in item.group.completions for span in each.weight_versions
@@ -95,23 +93,20 @@ def _request(prompt: Sequence[int], seed: int | None, count: int) -> bytes:
     return orjson.dumps([seed, count, list(prompt)])
 
 
-@dataclass
-class RecordedAnswers:
-    """The engine of a fork: answers with what the run recorded where it was asked the same."""
+class RecordedAnswers(httpx.AsyncBaseTransport):
+    """The way to the engine of a fork: answers with what the run recorded where it was asked the
+    same.
+    """
 
-    known: dict[bytes, tuple[int, Group]] = field(default_factory=dict)
-    used: dict[int, int] = field(default_factory=dict)
-    """The steps of the recorded groups that were used, by their positions."""
+    def __init__(self, known: dict[bytes, tuple[int, Group]]) -> None:
+        self._known = known
+        self.used: dict[int, int] = {}
+        """The steps of the recorded groups that were used, by their positions."""
 
     def before(self, app: FastAPI) -> httpx.AsyncBaseTransport:
-        """Returns the way to the engine's app."""
-        return _WayToEngine(self, app)
-
-
-class _WayToEngine(httpx.AsyncBaseTransport):
-    def __init__(self, answers: RecordedAnswers, app: FastAPI) -> None:
-        self._answers = answers
-        self._inner = httpx.ASGITransport(app)
+        """Returns itself, in front of the engine's app."""
+        self._engine = httpx.ASGITransport(app)
+        return self
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
         found = None
@@ -119,11 +114,11 @@ class _WayToEngine(httpx.AsyncBaseTransport):
             body = orjson.loads(await request.aread())
             sampling = body["sampling_params"]
             key = _request(body["input_ids"], sampling.get("sampling_seed"), sampling.get("n", 1))
-            found = self._answers.known.pop(key, None)
+            found = self._known.pop(key, None)
         if found is None:
-            return await self._inner.handle_async_request(request)
+            return await self._engine.handle_async_request(request)
         step, group = found
-        self._answers.used[group.position] = step
+        self.used[group.position] = step
         return httpx.Response(200, json=[_answer(each) for each in group.completions])
 
 
@@ -153,37 +148,30 @@ def _begin(
     """
     output = fork.trainer.run_dir
     assert output is not None
-    ranks = Ranks.alone(config)
     with reproducible_numbers(config.reproducible):
-        history = WeightHistory(record, run_dir, config, ranks, first=step)
-        history.load()
-        while history.policy.step < step:
-            history.advance()
+        history = models_after(record, run_dir, config, step)
     output.mkdir(parents=True)
+    finished: set[int | None] = set()
     for name in ("metrics.jsonl", LINES, "samples.jsonl", "evaluations.jsonl", AUDIT):
         for line in read_lines(run_dir / name):
             if line["step"] <= step:
                 append_line(output / name, line)
+                if name == LINES:
+                    groups = [*line.get("groups", ()), *line.get("dropped", ())]
+                    finished |= {group.get("position") for group in groups}
     shutil.copytree(run_dir / "model", output / "model")
 
     state = RunState(step=0, position=0, run_id=record.step(step).run_id, kl_coef=0.0)
     if history.saved is not None:
         state = checkpoint.load_state(checkpoint.read_state(history.saved), history.saved)
-    finished = {
-        group["position"]
-        for line in read_lines(run_dir / LINES)
-        if line["step"] <= step
-        for group in (*line.get("groups", ()), *line.get("dropped", ()))
-        if group.get("position") is not None
-    }
-    if from_start:
-        finished = set()
-    position = next(place for place in range(len(finished) + 1) if place not in finished)
+    # Lines of earlier versions have no positions.
+    done = {place for place in finished if place is not None and not from_start}
+    position = next(place for place in range(len(done) + 1) if place not in done)
     state = replace(
         state,
         step=step,
         position=position,
-        finished=sorted(place for place in finished if place > position),
+        finished=sorted(place for place in done if place > position),
         kl_coef=history.policy.kl_coef,
         identity=identity(fork),
         accuracy=None,
@@ -191,14 +179,12 @@ def _begin(
     )
     checkpoints = Checkpoints(
         output / "checkpoints",
-        ranks,
+        Ranks.alone(config),
         config.checkpoint.keep,
         static=lambda: checkpoint.tokenizer_files(output / "model"),
     )
-    snapshots = (
-        history.policy.snapshots(checkpoints.alone)
-        | history.reference.snapshots(checkpoints.alone)
-        | history.critic.snapshots(checkpoints.alone)
-    )
+    snapshots: dict[str, Any] = {}
+    for model in (history.policy, history.reference, history.critic):
+        snapshots |= model.snapshots(checkpoints.alone)
     checkpoints.save(state, snapshots)
     checkpoints.wait()

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -26,28 +26,32 @@ _ITEMS_AT_ONCE = 1024
 class AnswerGrade:
     """A recorded answer, with the grade that it gets now."""
 
+    index: int
+    """Of the answer's completion in its group."""
     answer: CompletionText
     now: RewardResult
 
     @property
-    def kind(self) -> str:
-        """How the grade changes, such as `right → wrong`; empty if it is the same."""
-        reward = self.answer.reward
-        is_now = self.now.reward
-        are_verdicts = self.answer.verified and self.now.verified
-        if reward is None or is_now is None or are_verdicts:
-            labels = [_label(grade, are_verdicts) for grade in (self.answer, self.now)]
-            if labels[0] != labels[1]:
-                return " → ".join(labels)
-        if reward is None or is_now is None or reward == is_now:
-            return ""
-        return "reward higher" if is_now > reward else "reward lower"
+    def sides(self) -> tuple[CompletionText | RewardResult, CompletionText | RewardResult]:
+        """The grade as recorded, and as it is now."""
+        return self.answer, self.now
 
     @property
-    def distance(self) -> tuple[bool, float]:
-        """How much the grades differ: another verdict first, then the difference of the rewards."""
-        rewards = [self.answer.reward or 0.0, self.now.reward or 0.0]
-        return "→" in self.kind, abs(rewards[0] - rewards[1])
+    def change(self) -> float:
+        """The reward that it gets now minus the recorded one; a missing reward counts as 0."""
+        return (self.now.reward or 0.0) - (self.answer.reward or 0.0)
+
+    @property
+    def kind(self) -> str:
+        """How the grade changes, such as `right → wrong`; empty if it is the same."""
+        are_verdicts = self.answer.verified and self.now.verified
+        was = _label(self.answer, are_verdicts)
+        is_now = _label(self.now, are_verdicts)
+        if was != is_now:
+            return f"{was} → {is_now}"
+        if self.change == 0.0:
+            return ""
+        return "reward higher" if self.change > 0.0 else "reward lower"
 
 
 def _label(grade: CompletionText | RewardResult, are_verdicts: bool) -> str:
@@ -64,27 +68,21 @@ class GroupGrades:
 
     step: int
     group: GroupTexts
-    grades: dict[int, AnswerGrade | None]
-    """By the index of the answer's completion; None for what cannot be graded again."""
-
-    @property
-    def known(self) -> list[AnswerGrade]:
-        """The answers that were graded again."""
-        return [grade for grade in self.grades.values() if grade is not None]
+    grades: list[AnswerGrade] = field(default_factory=list)
+    """Of the answers that can be graded again."""
 
     @property
     def changed(self) -> list[AnswerGrade]:
         """The answers whose grade changes."""
-        return [grade for grade in self.known if grade.kind]
+        return [grade for grade in self.grades if grade.kind]
 
     @property
-    def rewards(self) -> tuple[NDArray[np.float64], NDArray[np.float64]] | None:
-        """The rewards as recorded and as they are now, both [n]; None unless all are known."""
-        was = [grade.answer.reward for grade in self.known]
-        is_now = [grade.now.reward for grade in self.known]
-        if not was or len(was) < len(self.grades) or None in was or None in is_now:
+    def rewards(self) -> NDArray[np.float64] | None:
+        """The rewards as recorded and as they are now, [2, n]; None unless all are known."""
+        pairs = [(grade.answer.reward, grade.now.reward) for grade in self.grades]
+        if not pairs or len(pairs) < len(self.group.answers) or any(None in pair for pair in pairs):
             return None
-        return np.array(was, np.float64), np.array(is_now, np.float64)
+        return np.array(pairs, np.float64).T
 
 
 @dataclass(frozen=True)
@@ -125,25 +123,20 @@ class Regrading:
         if not groups or not all(group.id for group in groups):
             raise damaged(f"the groups of step {step} cannot be read", path)
 
-        found: list[GroupGrades] = []
-        items: list[RewardItem] = []
-        places: list[tuple[GroupGrades, int]] = []
-        for group in groups:
-            if group.reused:
-                continue
-            graded = GroupGrades(step, group, dict.fromkeys(group.answers))
-            found.append(graded)
-            for index in group.answers:
-                item = self._item(group, group.completions[index])
+        found = [GroupGrades(step, group) for group in groups if not group.reused]
+        asked: list[tuple[GroupGrades, int, RewardItem]] = []
+        for graded in found:
+            for index in graded.group.answers:
+                item = self._item(graded.group, graded.group.completions[index])
                 if item is not None:
-                    items.append(item)
-                    places.append((graded, index))
+                    asked.append((graded, index, item))
 
-        results: list[RewardResult] = []
-        for start in range(0, len(items), _ITEMS_AT_ONCE):
-            results += await service.score(items[start : start + _ITEMS_AT_ONCE])
-        for (graded, index), result in zip(places, results, strict=True):
-            graded.grades[index] = AnswerGrade(graded.group.completions[index], result)
+        for start in range(0, len(asked), _ITEMS_AT_ONCE):
+            part = asked[start : start + _ITEMS_AT_ONCE]
+            results = await service.score([item for *_, item in part])
+            for (graded, index, _), result in zip(part, results, strict=True):
+                answer = graded.group.completions[index]
+                graded.grades.append(AnswerGrade(index, answer, result))
         return found
 
     def _item(self, group: GroupTexts, completion: CompletionText) -> RewardItem | None:

@@ -2,6 +2,7 @@
 by group, from the audit.
 """
 
+import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,8 +13,7 @@ from torch import Tensor
 
 from common.wire.schemas import Float32
 from learning.device import reproducible_numbers
-from learning.ranks import Ranks
-from trainer.audit.history import WeightHistory
+from trainer.audit.history import models_after
 from trainer.audit.recorded import RecordedStep, config_of
 from trainer.observe.audit import AuditRecord
 from trainer.observe.group_files import RecordedGroup
@@ -55,15 +55,9 @@ def step_gradient(run_dir: Path, step: int) -> StepGradient:
     """
     record = AuditRecord(run_dir)
     recorded = RecordedStep.read(run_dir, record, step)
-    start = recorded.start
-    device = "cpu" if start.setup.device == "cpu" else "auto"
-    config = config_of(start, run_dir, device)
-    ranks = Ranks.alone(config)
+    config = config_of(recorded.start, run_dir)
     with reproducible_numbers(config.reproducible):
-        history = WeightHistory(record, run_dir, config, ranks, first=step - 1)
-        history.load()
-        while history.policy.step < step - 1:
-            history.advance()
+        history = models_after(record, run_dir, config, step - 1)
         policy = history.policy
         batch = recorded.batch(config)
         policy.assign(batch)
@@ -71,17 +65,17 @@ def step_gradient(run_dir: Path, step: int) -> StepGradient:
         assert batch.advantages is not None
         advantages = batch.advantages
 
-        def gradient(rows: Sequence[int]) -> Tensor:
+        def gradient(rows: range) -> Tensor:
             """Returns the gradient with only the advantages of these rows, and the KL term."""
             batch.advantages = [
                 values if row in rows else np.zeros_like(values)
                 for row, values in enumerate(advantages)
             ]
-            parts = policy.gradient(batch)
-            return torch.cat([part.flatten() for part in parts]) if parts else torch.zeros(1)
+            parts = [part.flatten() for part in policy.gradient(batch)]
+            return torch.cat(parts or [torch.zeros(1)])
 
         whole = gradient(range(len(advantages)))
-        rest = gradient(())  # of the KL and the entropy, which do not depend on advantages
+        rest = gradient(range(0))  # of the KL and the entropy, which do not depend on advantages
         found = []
         for item, rows in zip(recorded.groups, batch.parts, strict=True):
             own = range(*rows.indices(len(advantages)))
@@ -101,12 +95,12 @@ def step_gradient(run_dir: Path, step: int) -> StepGradient:
 
 
 def _tokens(item: RecordedGroup, advantages: Sequence[Float32]) -> list[tuple[int, int, float]]:
-    found = []
-    for number, completion in enumerate(item.group.completions):
-        chance = np.exp(completion.logprobs)
-        weights = np.abs(completion.spread(advantages[number])) * (1 - chance)
-        found += [
-            (number, token, float(weights[token])) for token in np.argsort(-weights)[:_TOKENS]
-        ]
-    found.sort(key=lambda each: -each[2])
-    return [(number, int(token), weight) for number, token, weight in found[:_TOKENS]]
+    found = [
+        (number, token, weight)
+        for number, completion in enumerate(item.group.completions)
+        for token, weight in enumerate(
+            np.abs(completion.spread(advantages[number])) * (1 - np.exp(completion.logprobs))
+        )
+    ]
+    largest = heapq.nlargest(_TOKENS, found, key=lambda each: each[2])
+    return [(number, token, float(weight)) for number, token, weight in largest]

@@ -14,22 +14,24 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 from rich.console import Console
-from rich.markup import escape
 
 from common import Json
 from common.errors import ConfigError, ServiceError
 from common.process.cli import CommandParser, count, run
+from common.settings.algorithm import AlgorithmSection
 from common.settings.config import Config, from_mapping
 from common.wire.schemas import Prompt
 from services.data.files import read_file
 from services.data.loaders import load_split
-from trainer.cli.commands import argument_names, setting
+from trainer.cli.commands import add_settings, argument_names, run_parser
 from trainer.cli.compare import plain_table
 from trainer.observe.group_files import recorded_steps
 from trainer.observe.regrades import NewGrade, RegradedGroup, write_regrades
 from trainer.observe.run_dir import check_run, damaged, read_settings
-from trainer.what_if.grades import GroupGrades, Regrading, advantages
+from trainer.trackers.base import flatten
+from trainer.what_if.grades import AnswerGrade, GroupGrades, Regrading, advantages
 
 _EPILOG = """\
 examples:
@@ -47,8 +49,7 @@ _ROWS = 12
 _SHOWN_CHARS = 400
 """Of the beginning of a long text, and of its end."""
 _VERDICTS = {True: "right", False: "wrong", None: "–"}
-_COLUMNS_OF_KEY = ("id", "prompt_id")
-_SIDES = ("was", "now")
+Counts = NDArray[np.float64]
 
 
 @dataclass
@@ -56,10 +57,8 @@ class Regraded:
     """The result of regrading a run."""
 
     config: Config
-    sums: dict[int, dict[str, float]] = field(default_factory=dict)
-    """By step, what `_count` counts."""
-    kinds: dict[str, list[int]] = field(default_factory=dict)
-    """The steps of the answers that change, by the kind of their change."""
+    counts: dict[int, Counts] = field(default_factory=dict)
+    """By step, what `_counts` counts."""
     changed: list[GroupGrades] = field(default_factory=list)
     """The groups with an answer that changes."""
     unknown: int = 0
@@ -69,74 +68,77 @@ class Regraded:
 
     def add(self, group: GroupGrades) -> None:
         """Adds a group."""
-        _count(self.sums.setdefault(group.step, defaultdict(float)), group, self.config)
-        self.unknown += len(group.grades) - len(group.known)
-        lost = [grade.now for grade in group.known if grade.now.reward is None]
-        self.reasons.update(grade.reason or grade.status for grade in lost)
-        for grade in group.changed:
-            self.kinds.setdefault(grade.kind, []).append(group.step)
+        known = self.counts.get(group.step, 0.0)
+        self.counts[group.step] = known + _counts(group, self.config.algorithm)
+        self.unknown += len(group.group.answers) - len(group.grades)
+        for grade in group.grades:
+            if grade.now.reward is None:
+                self.reasons[grade.now.reason or grade.now.status] += 1
         if group.changed:
             self.changed.append(group)
 
-    def worst(self, count: int) -> list[tuple[GroupGrades, int]]:
+    def worst(self, count: int) -> list[tuple[GroupGrades, AnswerGrade]]:
         """Returns the largest disagreements, another verdict before another reward, at most one for
-        each problem: the group, and the index of the answer.
+        each problem.
         """
-        found: dict[str, tuple[tuple[bool, float], GroupGrades, int]] = {}
-        for group in self.changed:
-            for index, grade in group.grades.items():
-                known = found.get(group.group.prompt_id)
-                if grade and grade.kind and (known is None or grade.distance > known[0]):
-                    found[group.group.prompt_id] = (grade.distance, group, index)
-        ordered = sorted(found.values(), key=lambda each: each[0], reverse=True)
-        return [(group, index) for _, group, index in ordered[:count]]
+        pairs = [(group, grade) for group in self.changed for grade in group.changed]
+        pairs.sort(key=lambda pair: ("→" in pair[1].kind, abs(pair[1].change)), reverse=True)
+        found: dict[str, tuple[GroupGrades, AnswerGrade]] = {}
+        for group, grade in pairs:
+            found.setdefault(group.group.prompt_id, (group, grade))
+        return list(found.values())[:count]
 
 
-def _count(sums: dict[str, float], group: GroupGrades, config: Config) -> None:
-    """Adds a group to sums; one that was dropped counts as answers only."""
-    sums["answers"] += len(group.known)
-    sums["changed"] += len(group.changed)
+def _counts(group: GroupGrades, algorithm: AlgorithmSection) -> Counts:
+    """Counts a group; one that was dropped counts as answers only.
+
+    Returns [14]: answers, those that change, groups whose rewards are all known, and their answers
+    that are pushed in the other direction; then, first as recorded and then as it is now, answers
+    with a reward, with a verdict, right ones, groups that teach, and the mean |advantage|.
+    """
+    found = np.zeros(14)
+    found[0] = len(group.grades)
+    found[1] = len(group.changed)
     if group.group.reason:
-        return
-    sides = zip(*((grade.answer, grade.now) for grade in group.known), strict=True)
-    for side, grades in zip(_SIDES, sides, strict=False):
-        graded = [grade for grade in grades if grade.reward is not None]
-        sums[f"graded {side}"] += len(graded)
-        sums[f"verified {side}"] += sum(grade.verified for grade in graded)
-        sums[f"right {side}"] += sum(grade.correct for grade in graded)
-    if group.rewards is None:
-        return
-    pushes = [advantages(rewards, config.algorithm) for rewards in group.rewards]
-    sums["groups"] += 1
-    sums["turned"] += int((pushes[0] * pushes[1] < 0).sum())
-    for side, each in zip(_SIDES, pushes, strict=True):
-        sums[f"teach {side}"] += bool(each.any())
-        sums[f"push {side}"] += float(np.abs(each).mean())
+        return found
+    sides = found[4:].reshape(2, 5)
+    for grade in group.grades:
+        for side, each in zip(sides, grade.sides, strict=True):
+            if each.reward is not None:
+                side[:3] += 1, each.verified, each.correct
+    if group.rewards is not None:
+        pushes = np.array([advantages(rewards, algorithm) for rewards in group.rewards])
+        found[2] = 1
+        found[3] = (pushes[0] * pushes[1] < 0).sum()
+        sides[:, 3] = pushes.any(axis=1)
+        sides[:, 4] = np.abs(pushes).mean(axis=1)
+    return found
 
 
-def _cells(sums: dict[str, float]) -> list[str]:
+def _cells(counts: Counts) -> list[str]:
     """Returns the cells of a row of the table of steps."""
-    accuracy = []
-    for side in _SIDES:
+    _, changed, groups, turned = counts[:4]
+    accuracy: list[str] = []
+    teach: list[str] = []
+    push: list[str] = []
+    for graded, verified, right, teaching, pushed in counts[4:].reshape(2, 5):
         # With an answer that has no verdict, the rewards are no verdicts.
-        has_one = 0 < sums[f"graded {side}"] == sums[f"verified {side}"]
-        accuracy.append(f"{sums[f'right {side}'] / sums[f'graded {side}']:.1%}" if has_one else "–")
-    teach = [f"{sums[f'teach {side}']:.0f}" for side in _SIDES]
-    push = [f"{sums[f'push {side}'] / max(1, sums['groups']):.3f}" for side in _SIDES]
+        accuracy.append(f"{right / graded:.1%}" if 0 < graded == verified else "–")
+        teach.append(f"{teaching:.0f}")
+        push.append(f"{pushed / max(1, groups):.3f}")
     return [
-        f"{sums['changed']:.0f}",
+        f"{changed:.0f}",
         " → ".join(accuracy),
-        f"{' → '.join(teach)} of {sums['groups']:.0f}",
+        f"{' → '.join(teach)} of {groups:.0f}",
         " → ".join(push),
-        f"{sums['turned']:.0f}",
+        f"{turned:.0f}",
     ]
 
 
 def parser() -> CommandParser:
     """Returns the command line."""
     usage = "RUN_DIR [--reward REWARD …] [--set NAME=VALUE …] [--gold FILE] [--show N]"
-    made = CommandParser("rlhf regrade", __doc__ or "", usage, _EPILOG)
-    made.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="directory of the run")
+    made = run_parser("rlhf regrade", __doc__ or "", usage, _EPILOG)
     made.add_argument(
         "--reward",
         nargs="+",
@@ -144,13 +146,9 @@ def parser() -> CommandParser:
         help="reward functions: names (math), import paths (package.module:Class) or files "
         "(my.py, my.py:name); default: those of the run",
     )
-    made.add_argument(
-        "--set",
-        type=setting,
-        action="append",
-        default=[],
-        metavar="NAME=VALUE",
-        help="another setting of the reward, such as reward.require_stop=false",
+    add_settings(
+        made,
+        "another setting of the reward, such as reward.require_stop=false",
     )
     made.add_argument(
         "--gold", type=Path, metavar="FILE", help="corrected answers, by id or text of the problem"
@@ -171,10 +169,7 @@ def main(argv: list[str] | None = None) -> None:
         raise damaged("the run keeps no answers", run_dir / "groups", remedy)
     config, own_functions = _settings(run_dir, arguments.reward, dict(arguments.set))
     rows, why_no_rows = _rows(config)
-    golds: dict[str, str] = {}
-    if arguments.gold is not None:
-        with argument_names({"data.source": "--gold"}):
-            golds = read_golds(arguments.gold, config)
+    golds = {} if arguments.gold is None else read_golds(arguments.gold, config)
     regrading = Regrading(
         run_dir,
         config.reward,
@@ -185,29 +180,24 @@ def main(argv: list[str] | None = None) -> None:
     found = Regraded(config)
     began = time.monotonic()
     used = asyncio.run(_grade(regrading, found))
-    console = Console(highlight=False, soft_wrap=True)
+    console = Console(highlight=False, markup=False, soft_wrap=True)
     _print(console, found, time.monotonic() - began)
     if why_no_rows:
         console.print(f"graded without further columns of the problems: {why_no_rows}")
     if golds:
         console.print(f"{len(used)} of {len(golds)} corrected answers are of recorded problems")
-    for group, index in found.worst(arguments.show):
-        _print_disagreement(console, group, index)
+    for group, grade in found.worst(arguments.show):
+        _print_disagreement(console, group, grade)
     path = write_regrades(run_dir, map(_line, found.changed))
     console.print(f"written: {path}")
 
 
 def _line(group: GroupGrades) -> RegradedGroup:
-    grades = {
-        index: NewGrade(
-            reward=grade.now.reward,
-            correct=grade.now.correct if grade.now.verified else None,
-            answer=grade.now.extracted_answer,
-            reason=grade.now.reason,
-        )
-        for index, grade in group.grades.items()
-        if grade is not None
-    }
+    grades = {}
+    for grade in group.grades:
+        now = grade.now
+        correct = now.correct if now.verified else None
+        grades[grade.index] = NewGrade(now.reward, correct, now.extracted_answer, now.reason)
     return RegradedGroup(group.step, group.group.id, len(group.changed), grades)
 
 
@@ -232,16 +222,11 @@ def _settings(
     run_dir: Path, rewards: Sequence[str] | None, changes: Mapping[str, Any]
 ) -> tuple[Config, set[str]]:
     """Returns the settings to grade with, and the names of the run's own reward functions."""
-    content = read_settings(run_dir)
-    recorded = content.get("reward", {})
-    entries = recorded.get("functions", ["math"])
+    recorded = flatten(read_settings(run_dir))
+    entries = recorded.get("reward.functions", ["math"])
     own = {entry if isinstance(entry, str) else entry["name"] for entry in entries}
-    settings: Json = {
-        f"{section}.{name}": value
-        for section in ("reward", "data", "algorithm")
-        for name, value in content.get(section, {}).items()
-    }
-    settings["environment.name"] = content.get("environment", {}).get("name", "")
+    kept = ("reward.", "data.", "algorithm.", "environment.name")
+    settings = {name: value for name, value in recorded.items() if name.startswith(kept)}
     settings["reward.workers"] = os.cpu_count() or 1
     for name in changes:
         if name.partition(".")[0] not in ("reward", "algorithm"):
@@ -314,32 +299,35 @@ def read_golds(path: Path, config: Config) -> dict[str, str]:
     ConfigError for a row without them.
     """
     found: dict[str, str] = {}
-    keys = [*_COLUMNS_OF_KEY, config.data.prompt_field]
+    keys = ["id", "prompt_id", config.data.prompt_field]
     answers = [config.data.answer_field, "answer", "ground_truth"]
-    for where, row in read_file(path):
-        key = next((name for name in keys if name in row), None)
-        answer = next((name for name in answers if name in row), None)
-        if key is None or answer is None:
-            wanted = f"one of {', '.join(keys)}" if key is None else f"one of {', '.join(answers)}"
-            raise ConfigError(
-                f"{where}: a column is missing",
-                field="--gold",
-                value=", ".join(map(str, row)),
-                remedy=f"give the row {wanted}",
-            )
-        found[str(row[key])] = str(row[answer])
+    with argument_names({"data.source": "--gold"}):
+        for where, row in read_file(path):
+            found[_cell(row, keys, where)] = _cell(row, answers, where)
     return found
+
+
+def _cell(row: Json, names: Sequence[str], where: str) -> str:
+    """Returns the first of these columns that a row has."""
+    for name in names:
+        if name in row:
+            return str(row[name])
+    raise ConfigError(
+        f"{where}: a column is missing",
+        field="--gold",
+        value=", ".join(map(str, row)),
+        remedy=f"give the row one of {', '.join(names)}",
+    )
 
 
 def _print(console: Console, found: Regraded, seconds: float) -> None:
     config = found.config
-    total: dict[str, float] = defaultdict(float)
-    for sums in found.sums.values():
-        _merge(total, sums)
+    steps = sorted(found.counts)
+    total = _sum(found, steps)
+    answers, changed = total[:2]
     console.print(
-        f"{total['answers']:,.0f} answers of {len(found.sums)} steps graded again by "
-        f"{', '.join(config.reward.weights)} in {seconds:.1f} s: "
-        f"{total['changed']:,.0f} grades change"
+        f"{answers:,.0f} answers of {len(steps)} steps graded again by "
+        f"{', '.join(config.reward.weights)} in {seconds:.1f} s: {changed:,.0f} grades change"
     )
     if config.environment.name:
         console.print(
@@ -352,34 +340,34 @@ def _print(console: Console, found: Regraded, seconds: float) -> None:
             "record the last answer of an episode that reward functions graded"
         )
     for reason, number in found.reasons.most_common(2):
-        console.print(f"{number:,} answers get no reward: {reason.splitlines()[0]}", markup=False)
+        console.print(f"{number:,} answers get no reward: {reason.splitlines()[0]}")
     if not found.changed:
         return
 
+    kinds: dict[str, list[int]] = defaultdict(list)
+    for group in found.changed:
+        for grade in group.changed:
+            kinds[grade.kind].append(group.step)
     table = plain_table("what changes", ["change", "answers", "share", "steps"])
-    for kind, steps in sorted(found.kinds.items(), key=lambda pair: -len(pair[1])):
-        share = f"{len(steps) / total['answers']:.2%}"
-        table.add_row(kind, f"{len(steps):,}", share, _span(steps))
+    for kind in sorted(kinds, key=lambda kind: -len(kinds[kind])):
+        number = len(kinds[kind])
+        table.add_row(kind, f"{number:,}", f"{number / answers:.2%}", _span(kinds[kind]))
     console.print(table)
 
     has_other = config.algorithm.advantage in ("gae", "reward_normalised", "length_weighted")
     advantage = "|reward − mean|" if has_other else "|advantage|"
     columns = ["steps", "changed", "accuracy", "groups that teach", advantage, "other sign"]
     table = plain_table("recorded → now", columns)
-    numbers = sorted(found.sums)
-    size = -(-len(numbers) // _ROWS)
-    for start in range(0, len(numbers), size):
-        merged: dict[str, float] = defaultdict(float)
-        for step in numbers[start : start + size]:
-            _merge(merged, found.sums[step])
-        table.add_row(_span(numbers[start : start + size]), *_cells(merged))
+    size = -(-len(steps) // _ROWS)
+    for start in range(0, len(steps), size):
+        part = steps[start : start + size]
+        table.add_row(_span(part), *_cells(_sum(found, part)))
     table.add_row("all", *_cells(total))
     console.print(table)
 
 
-def _merge(sums: dict[str, float], other: Mapping[str, float]) -> None:
-    for name, value in other.items():
-        sums[name] += value
+def _sum(found: Regraded, steps: Sequence[int]) -> Counts:
+    return sum((found.counts[step] for step in steps), np.zeros(14))
 
 
 def _span(steps: Sequence[int]) -> str:
@@ -388,33 +376,30 @@ def _span(steps: Sequence[int]) -> str:
     return str(first) if first == last else f"{first}–{last}"
 
 
-def _print_disagreement(console: Console, group: GroupGrades, index: int) -> None:
+def _print_disagreement(console: Console, group: GroupGrades, grade: AnswerGrade) -> None:
     """Prints an answer, and its two grades beside each other."""
-    grade = group.grades[index]
-    assert grade is not None, "it was graded"
     of_group = group.group
-    said = f"step {group.step}, group {of_group.id}, answer {index + 1}: {grade.kind}"
-    table = plain_table(said, ["", "recorded", "now"])
-    sides = [
-        {
-            "reward": str(each.reward),
-            "verdict": _VERDICTS[each.correct if each.verified else None],
-            "read as": each.extracted_answer or "–",
-            "gold": gold,
-            **{name: str(score) for name, score in each.components.items()},
-        }
-        for each, gold in (
-            (grade.answer, of_group.ground_truth),
-            (grade.now, grade.now.ground_truth),
-        )
-    ]
-    for name in sides[0] | sides[1]:
-        table.add_row(name, *(escape(_cut(side.get(name, "–"))) for side in sides))
+    title = f"step {group.step}, group {of_group.id}, answer {grade.index + 1}: {grade.kind}"
+    table = plain_table(title, ["", "recorded", "now"])
+    golds = (of_group.ground_truth, grade.now.ground_truth)
+    rows: dict[str, list[str]] = defaultdict(list)
+    for each, gold in zip(grade.sides, golds, strict=True):
+        rows["reward"].append(str(each.reward))
+        rows["verdict"].append(_VERDICTS[each.correct if each.verified else None])
+        rows["read as"].append(each.extracted_answer or "–")
+        rows["gold"].append(gold)
+    for name in grade.answer.components | grade.now.components:
+        rows[name] = [str(each.components.get(name, "–")) for each in grade.sides]
+    for name, cells in rows.items():
+        table.add_row(name, *map(_cut, cells))
     console.print(table)
-    for name, text in (("problem", of_group.prompt), ("answer", grade.answer.text)):
-        console.print(f"{name}: {_cut(text)}", markup=False)
-    if grade.now.reason:
-        console.print(f"reason: {_cut(grade.now.reason)}", markup=False)
+    for name, text in (
+        ("problem", of_group.prompt),
+        ("answer", grade.answer.text),
+        ("reason", grade.now.reason),
+    ):
+        if text:
+            console.print(f"{name}: {_cut(text)}")
 
 
 def _cut(text: str) -> str:

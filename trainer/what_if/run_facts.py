@@ -1,9 +1,7 @@
 """What a run recorded, read once for `rlhf why`: numbers, groups, texts and settings. No torch."""
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -49,31 +47,34 @@ class RunFacts:
     """The record of a run."""
 
     directory: Path
-    numbers: dict[int, dict[str, float]] = field(default_factory=dict)
+    numbers: dict[int, dict[str, float]]
     """By step, as the dashboard names them: `update.loss`."""
-    groups: dict[int, list[GroupSummary]] = field(default_factory=dict)
+    groups: dict[int, list[GroupSummary]]
     """By step: those that were trained on."""
-    settings: list[tuple[int, Json]] = field(default_factory=list)
+    settings: list[tuple[int, Json]]
     """The settings of each attempt by name, and the step that it continued after."""
+    _texts: dict[int, list[GroupTexts]] = field(default_factory=dict)
 
     @classmethod
     def read(cls, run_dir: Path) -> "RunFacts":
         """Reads the files; damaged lines are left out."""
-        facts = cls(run_dir)
-        for line in JsonlReader(run_dir / "metrics.jsonl", parsed).read():
-            step = line.get("step")
-            if isinstance(step, int):
-                facts.numbers[step] = step_numbers(line)
-        decode = msgspec.json.Decoder(StepGroups).decode
-        for each in JsonlReader(run_dir / LINES, decode).read():
-            facts.groups[each.step] = each.groups
+        metrics = JsonlReader(run_dir / "metrics.jsonl", parsed).read()
+        groups = JsonlReader(run_dir / LINES, msgspec.json.Decoder(StepGroups).decode).read()
         # Only the audit keeps the settings of earlier attempts.
-        for start in JsonlReader(run_dir / AUDIT, parsed).read():
-            if start.get("kind") == "start":
-                facts.settings.append((start["step"], flatten(start["config"])))
-        if not facts.settings:
-            facts.settings.append((0, known_settings(run_dir)))
-        return facts
+        audit = JsonlReader(run_dir / AUDIT, parsed).read()
+        settings = [
+            (line["step"], flatten(line["config"])) for line in audit if line.get("kind") == "start"
+        ]
+        return cls(
+            run_dir,
+            {
+                line["step"]: step_numbers(line)
+                for line in metrics
+                if isinstance(line.get("step"), int)
+            },
+            {line.step: line.groups for line in groups},
+            settings or [(0, known_settings(run_dir))],
+        )
 
     @property
     def steps(self) -> list[int]:
@@ -88,54 +89,46 @@ class RunFacts:
             if metric in self.numbers[step]
         ]
 
+    def since(self, metric: str, bound: float) -> list[tuple[int, float]]:
+        """Returns the values of a number from the first one on that is at least `bound`."""
+        return list(itertools.dropwhile(lambda pair: pair[1] < bound, self.series(metric)))
+
     def setting(self, name: str, step: int) -> Any:
         """Returns a setting as it was when `step` was made."""
         values = [config.get(name) for after, config in self.settings if after < step]
         return values[-1] if values else None
 
-    def changes(self) -> Iterator[tuple[int, Json, Json]]:
-        """Yields the settings that an attempt changed: the first step with them, before, after."""
-        for (_, before), (after, now) in itertools.pairwise(self.settings):
-            new = changed(before, now)
-            if new:
-                yield after + 1, before, new
+    def changes(self) -> list[str]:
+        """Returns the settings that an attempt changed, in words, with the first step with them."""
+        return [
+            f"step {after + 1}: {name} {before.get(name)} → {value}"
+            for (_, before), (after, now) in itertools.pairwise(self.settings)
+            for name, value in changed(before, now).items()
+        ]
 
-    @cached_property
-    def texts(self) -> Callable[[int], list[GroupTexts]]:
+    def texts(self, step: int) -> list[GroupTexts]:
         """Returns the texts of a step's groups that were trained on."""
-        known: dict[int, list[GroupTexts]] = {}
+        if step not in self._texts:
+            found = read_texts(self.directory, step)
+            self._texts[step] = [group for group in found if group.id and not group.reason]
+        return self._texts[step]
 
-        def of_step(step: int) -> list[GroupTexts]:
-            if step not in known:
-                found = read_texts(self.directory, step)
-                known[step] = [group for group in found if group.id and not group.reason]
-            return known[step]
-
-        return of_step
-
-    def jump(self, metric: str, at: int | None = None) -> Jump | None:
-        """Returns the largest jump of a number, or that at a step; None where it does not jump."""
+    def jump(self, metric: str) -> Jump | None:
+        """Returns the largest jump of a number; None where it does not jump."""
         series = self.series(metric)
         values = [value for _, value in series]
-        if len(values) < 4:
+        if len(values) < 4 or min(values) == max(values):
             return None
+        span = max(values) - min(values)
         # Without the largest one, which may be the jump itself.
-        apart = sorted(abs(b - a) for a, b in itertools.pairwise(values))[:-1]
-        noise = max(fmean(apart), _LEAST_NOISE * (max(values) - min(values)), 1e-12)
+        apart = sorted(abs(after - before) for before, after in itertools.pairwise(values))[:-1]
+        noise = max(fmean(apart), _LEAST_NOISE * span)
         found: list[Jump] = []
         # Two steps on each side: one alone may be an outlier.
         for place in range(2, len(values) - 1):
-            step = series[place][0]
-            if at not in (None, step):
-                continue
             before = fmean(values[max(0, place - _WINDOW) : place])
             after = fmean(values[place : place + _WINDOW])
             change = abs(after - before)
-            if at is not None or change >= _LEAST_SHARE * (max(values) - min(values)):
-                found.append(Jump(metric, step, before, after, size=change / noise))
+            if change >= _LEAST_SHARE * span:
+                found.append(Jump(metric, series[place][0], before, after, size=change / noise))
         return max(found, key=lambda jump: jump.size, default=None)
-
-
-def first_above(series: Sequence[tuple[int, float]], bound: float) -> int | None:
-    """Returns the first step of a series whose value is at least `bound`."""
-    return next((step for step, value in series if value >= bound), None)

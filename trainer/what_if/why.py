@@ -2,8 +2,10 @@
 that carry it.
 """
 
+import itertools
 import json
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from statistics import fmean
@@ -13,6 +15,7 @@ from rich.console import Console
 from common import Json
 from common.errors import ConfigError, ServiceError
 from common.process.cli import CommandParser, positive, run
+from trainer.cli.commands import run_parser
 from trainer.cli.compare import plain_table
 from trainer.dashboard.tokens import TokenTexts
 from trainer.observe.group_files import GroupSummary, read_group
@@ -52,8 +55,7 @@ changed."""
 def parser() -> CommandParser:
     """Returns the command line."""
     usage = "RUN_DIR [--metric NAME] [--step STEP]"
-    made = CommandParser("rlhf why", __doc__ or "", usage, _EPILOG)
-    made.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="directory of the run")
+    made = run_parser("rlhf why", __doc__ or "", usage, _EPILOG)
     made.add_argument("--metric", metavar="NAME", help="the number that jumps (default: any)")
     made.add_argument(
         "--step", type=positive, metavar="STEP", help="the step that is looked at (default: found)"
@@ -70,7 +72,7 @@ def main(argv: list[str] | None = None) -> None:
     check_run(run_dir)
     facts = RunFacts.read(run_dir)
     answer = explain(facts, arguments.metric, arguments.step)
-    _print(answer, Console())
+    _print(answer, Console(highlight=False, markup=False))
     path = run_dir / WHY
     with storing_run(path):
         path.write_text(json.dumps(answer, ensure_ascii=False, indent=1), encoding="utf-8")
@@ -98,15 +100,10 @@ def explain(facts: RunFacts, metric: str | None = None, step: int | None = None)
     carriers: Json = {"groups": [], "how": ""}
     if step in facts.groups:
         carriers = _carriers(facts, step)
-    changes = [
-        f"step {at}: {name} {before.get(name)} → {value}"
-        for at, before, new in facts.changes()
-        for name, value in new.items()
-    ]
     return {
         "jump": jump and jump.text,
         "causes": [asdict(cause) for cause in found],
-        "changes": changes,
+        "changes": facts.changes(),
         "step": step,
         **carriers,
     }
@@ -114,19 +111,18 @@ def explain(facts: RunFacts, metric: str | None = None, step: int | None = None)
 
 def _jump(facts: RunFacts, metric: str | None) -> Jump | None:
     names = _WATCHED if metric is None else (metric,)
-    found = [facts.jump(name) for name in names]
-    jumps = [jump for jump in found if jump is not None]
+    jumps = filter(None, map(facts.jump, names))
     largest = max(jumps, key=lambda jump: jump.size, default=None)
-    return largest if metric or (largest and largest.size >= _LEAST) else None
+    if largest is not None and (metric or largest.size >= _LEAST):
+        return largest
+    return None
 
 
 def _carriers(facts: RunFacts, step: int) -> Json:
     """Returns the groups that carry most of a step's update, and what they have in common."""
     groups = {group.id: group for group in facts.groups[step]}
     total = sum(map(_pull, groups.values())) or 1.0
-    rows: list[Json] = [
-        {"id": name, "share": _pull(group) / total, "step": step} for name, group in groups.items()
-    ]
+    rows: list[Json] = [{"id": name, "share": _pull(groups[name]) / total} for name in groups]
     how = "share of |advantage| × tokens"
     if (facts.directory / AUDIT).is_file():
         try:
@@ -134,22 +130,23 @@ def _carriers(facts: RunFacts, step: int) -> Json:
 
             gradient = step_gradient(facts.directory, step)
             how = f"share of the recomputed gradient, whose norm is {gradient.norm:.3g}"
-            rows = [asdict(group) | {"step": step} for group in gradient.groups]
+            rows = [asdict(group) for group in gradient.groups]
         except ServiceError as error:
             how += f"; the gradient cannot be recomputed: {error.message}"
     rows.sort(key=lambda row: -row["share"])
-    for row in rows[:_GROUPS]:
-        row["prompt"] = (groups[row["id"]].prompt or "")[:200]
-        row["rewards"] = groups[row["id"]].rewards
-        row["tokens"] = _token_texts(facts, step, row, list(groups).index(row["id"]))
-    half: list[GroupSummary] = []
-    share = 0.0
-    for row in rows:  # the fewest groups that make half of the update
-        if share < 0.5:
-            half.append(groups[row["id"]])
-            share += row["share"]
-    others = [group for group in groups.values() if group not in half]
-    return {"groups": rows[:_GROUPS], "how": how, "traits": _traits(half, others)}
+    shares = itertools.accumulate(row["share"] for row in rows)
+    # The fewest groups that make half of the update.
+    count = 1 + sum(share < 0.5 for share in shares)
+    ordered = [groups[row["id"]] for row in rows]
+    for row, group in zip(rows[:_GROUPS], ordered, strict=False):
+        tokens = _token_texts(facts, step, row, place=list(groups).index(group.id))
+        row |= {"step": step, "prompt": (group.prompt or "")[:200], "tokens": tokens}
+        row["rewards"] = group.rewards
+    return {
+        "groups": rows[:_GROUPS],
+        "how": how,
+        "traits": _traits(ordered[:count], ordered[count:]),
+    }
 
 
 def _pull(group: GroupSummary) -> float:
@@ -157,85 +154,75 @@ def _pull(group: GroupSummary) -> float:
 
 
 def _token_texts(facts: RunFacts, step: int, row: Json, place: int) -> list[str]:
-    """Returns the tokens that push most, each after what was before it."""
-    try:
-        content = read_group(facts.directory, step, place)
-        texts = TokenTexts.of_run(facts.directory)
-    except ServiceError:
-        return []
-    if content is None:
-        return []
-    found = []
-    for number, token, _ in row.get("tokens", ()):
-        said = texts.texts(content["completions"][number]["token_ids"][: token + 1])
-        found.append(f"{''.join(said[:-1])[-30:]}▸{said[-1]}")
+    """Returns the tokens that push most, each after what was before it; none without a gradient."""
+    found: list[str] = []
+    with suppress(ServiceError):
+        content = read_group(facts.directory, step, place) if "tokens" in row else None
+        if content is not None:
+            texts = TokenTexts.of_run(facts.directory)
+            for number, token, _ in row["tokens"]:
+                said = texts.texts(content["completions"][number]["token_ids"][: token + 1])
+                found.append(f"{''.join(said[:-1])[-30:]}▸{said[-1]}")
     return found
 
 
 def _traits(half: Sequence[GroupSummary], others: Sequence[GroupSummary]) -> list[str]:
     """Returns what the groups that make half of an update have in common and the others lack."""
-    if not half:
-        return []
     said = [f"{len(half)} of {len(half) + len(others)} groups make half of the update"]
     problems = {group.prompt_id for group in half}
     if len(half) > 1 and len(problems) == 1:
         said.append(f"they are of one problem, {problems.pop()}")
-    for name, own in _averages(half).items():
-        rest = _averages(others).get(name, own) if others else own
-        if abs(own - rest) > 0.5 * max(abs(own), abs(rest)):
-            said.append(f"{name}: {own:.3g}, of the others {rest:.3g}")
-    marks = {mark for group in half for mark in group.marks}
-    for mark in sorted(marks):
-        shares = [fmean(mark in group.marks for group in part or half) for part in (half, others)]
-        if shares[0] > 2 * shares[1]:
-            said.append(f"{mark}: {shares[0]:.0%}, of the others {shares[1]:.0%}")
+    if not others:
+        return said
+    marks = sorted({mark for group in half for mark in group.marks})
+    rest = _averages(others, marks)
+    for name, own in _averages(half, marks).items():
+        if abs(own - rest[name]) > 0.5 * max(abs(own), abs(rest[name])):
+            said.append(f"{name}: {own:.3g}, of the others {rest[name]:.3g}")
     return said
 
 
-def _averages(groups: Sequence[GroupSummary]) -> dict[str, float]:
+def _averages(groups: Sequence[GroupSummary], marks: Sequence[str]) -> dict[str, float]:
     """Returns what groups may have in common, as means."""
+    prompts = [group.prompt or "" for group in groups]
+    foreign = [sum(sign > "\u024f" for sign in text) / max(1, len(text)) for text in prompts]
     return {
         "tokens an answer": fmean(fmean(group.tokens or [0]) for group in groups),
-        "characters of the problem": fmean(len(group.prompt or "") for group in groups),
-        "share of other scripts than Latin": fmean(_foreign(group.prompt) for group in groups),
+        "characters of the problem": fmean(map(len, prompts)),
+        "share of other scripts than Latin": fmean(foreign),
         "oldest weights": fmean(min(group.versions or (0,)) for group in groups),
+        **{f"share {mark}": fmean(mark in group.marks for group in groups) for mark in marks},
     }
 
 
-def _foreign(text: str | None) -> float:
-    return sum(ord(sign) > 0x24F for sign in text or "") / max(1, len(text or ""))
-
-
 def _print(answer: Json, console: Console) -> None:
-    def say(text: str, style: str = "") -> None:
-        console.print(text, style=style, highlight=False, markup=False)
-
-    say(answer["jump"] or "no number jumps by more than chance")
-    for number, cause in enumerate(answer["causes"]):
-        say(f"{'likely cause' if number == 0 else 'also'}: {cause['name']}", style="bold")
-        say(f"  {cause['what']}\n  remedy: {cause['remedy']}")
+    console.print(answer["jump"] or "no number jumps by more than chance")
+    title = "likely cause"
+    for cause in answer["causes"]:
+        console.print(f"{title}: {cause['name']}", style="bold")
+        console.print(f"  {cause['what']}\n  remedy: {cause['remedy']}")
         if cause["groups"]:
-            say(f"  groups: {', '.join(f'step {at} {name}' for at, name in cause['groups'])}")
+            places = ", ".join(f"step {step} {name}" for step, name in cause["groups"])
+            console.print(f"  groups: {places}")
+        title = "also"
     if not answer["causes"]:
-        say("none of the known causes has left a trace")
+        console.print("none of the known causes has left a trace")
     for change in answer["changes"]:
-        say(f"settings changed at {change}")
+        console.print(f"settings changed at {change}")
     if not answer["groups"]:
         return
     title = f"step {answer['step']}: the groups that carry its update; {answer['how']}"
     table = plain_table(title, ["problem", "share", "norm", "without it", "rewards"])
     for row in answer["groups"]:
         known = [reward for reward in row["rewards"] if reward is not None]
-        cells = [
-            f"{row['share']:.0%}",
-            *(f"{row.get(key, 0.0):.3g}" for key in ("norm", "without")),
-        ]
+        numbers = [row.get("norm", 0.0), row.get("without", 0.0)]
+        cells = [f"{row['share']:.0%}", *(f"{number:.3g}" for number in numbers)]
         table.add_row(row["prompt"][:60], *cells, f"{fmean(known or [0.0]):.2f}")
     console.print(table)
     for trait in answer["traits"]:
-        say(trait)
+        console.print(trait)
     for text in answer["groups"][0]["tokens"]:
-        say(f"  pushes most: …{text!r}")
+        console.print(f"  pushes most: …{text!r}")
 
 
 if __name__ == "__main__":

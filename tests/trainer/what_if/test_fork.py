@@ -10,6 +10,7 @@ import pytest
 from common.errors import ConfigError
 from tests.support.runs.audits import audited
 from tests.support.runs.in_process import quiet
+from trainer.observe.group_files import LINES
 from trainer.observe.run_dir import read_lines
 from trainer.start.in_process import train_in_process
 from trainer.what_if.fork import main
@@ -64,6 +65,37 @@ def test_what_changes_the_answers_is_generated_anew(parent: Path, tmp_path: Path
     main([str(parent), *words])
     said = json.loads((fork / "fork.json").read_text())
     assert (said["recorded"], len(said["generated"])) == ({}, 4)
+
+
+def test_problems_that_are_left_out_are_not_asked_again(
+    base_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = tmp_path / "rows.jsonl"
+    lines = [{"question": f"Ann has {n} eggs. How many?", "answer": str(n)} for n in range(20)]
+    rows.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (tmp_path / "dropping.py").write_text(
+        "def keep(row):\n    return row if int(row['answer']) % 2 else None\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    run_dir = tmp_path / "run"
+    train_in_process(audited(base_model, run_dir, "--data.source", str(rows)), quiet())
+    fork = tmp_path / "fork"
+    words = ["--step", "2", "--set", "data.map=dropping:keep", "--output", str(fork)]
+    main([str(run_dir), *words])
+
+    said = json.loads((fork / "fork.json").read_text())
+    assert (said["recorded"], len(said["generated"])) == ({}, 8)
+    asked = [[group["prompt"] for group in line["groups"]] for line in read_lines(fork / LINES)]
+    kept = {line["question"] for line in lines if int(line["answer"]) % 2}
+    assert not kept.issuperset(asked[0] + asked[1]), "the steps in common are those of the run"
+    assert kept.issuperset(asked[2] + asked[3])
+
+
+def test_data_that_is_built_in_has_no_rows_to_leave_out(parent: Path, tmp_path: Path) -> None:
+    words = ["--step", "2", "--set", "data.map=json:loads", "--output", str(tmp_path / "fork")]
+    with pytest.raises(ConfigError) as caught:
+        main([str(parent), *words])
+    assert "data.map" in str(caught.value)
 
 
 def test_a_directory_that_exists_is_refused(parent: Path, tmp_path: Path) -> None:
