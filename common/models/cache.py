@@ -63,7 +63,7 @@ class CacheShape:
     head_dim: int
     linear_layers: int = 0
     channels: int = 0
-    """Of the convolution of a linear layer."""
+    """Channels of the convolution of a linear layer."""
     kernel: int = 1
     """Inputs that the convolution reads for a token."""
     state: int = 0
@@ -160,7 +160,7 @@ class EngineMemoryEstimate:
     kv_tokens: int
     """Capacity for keys and values, in tokens; 0 when not even the weights fit."""
     state_bytes: int = 0
-    """Of one sequence, in the linear layers."""
+    """What the linear layers keep of one sequence."""
     sequences: int | None = None
     """How many sequences the room for states lets run; None without states."""
 

@@ -84,7 +84,7 @@ def test_layers_that_are_computed_again(kept: bool | str) -> None:
 def test_layers_that_are_compiled(
     checkpointing: bool | str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of those with a linear layer, whose rows change with each micro-batch, the other parts."""
+    """A layer whose rows change with each micro-batch has its other parts compiled."""
     # Only the graphs of dynamo and autograd matter here, so the slow C++ compiler is left out.
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
     model = hybrid("lfm2")

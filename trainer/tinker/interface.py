@@ -28,7 +28,7 @@ class LoraSpec:
     __pydantic_config__ = _STRICT
     rank: Annotated[int, Field(ge=1, le=1024)]
     seed: Annotated[int, Field(ge=0, lt=2**63)] | None = None
-    """Of the adapter's first numbers; None for 0. The same seed gives the same bits."""
+    """Draws the adapter's first numbers; None means 0. The same seed gives the same bits."""
     train_mlp: bool = True
     train_attn: bool = True
     train_unembed: bool = True

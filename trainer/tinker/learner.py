@@ -76,9 +76,9 @@ class _Place:
     """Where the adapter of a run is beside one linear layer; empty while no run is there."""
 
     name: str
-    """Of the layer in the model."""
+    """The layer's name in the model."""
     file_name: str
-    """Of the layer in PEFT's files."""
+    """The layer's name in PEFT's files."""
     kind: str
     """`attn`, `mlp` or `unembed`: what `LoraSpec` calls `train_…`."""
     sizes: tuple[int, int]
@@ -115,11 +115,11 @@ class _Run:
 
     spec: LoraSpec
     shapes: dict[str, tuple[int, int]]
-    """Of all factors, by name, in the order of `weights`."""
+    """The shapes of all factors, by name, in the order of `weights`."""
     weights: Tensor
     """[N] float32, and zeros up to a multiple of the number of ranks."""
     optimizer: torch.optim.AdamW
-    """Of this rank's share of `weights`."""
+    """Updates this rank's share of `weights`."""
     gradient: Tensor | None = None
     """Like `weights`, the sum since the last step; None for 0."""
     factors: list[Tensor] = field(default_factory=list)

@@ -10,7 +10,8 @@ from collections.abc import Iterator
 from common.errors import InvalidInput, TooLarge
 
 MOST_FIELDS = 100_000
-"""Of a message: each becomes an object. The SDK sends at most 1,024 data at once."""
+"""A message has at most so many fields, since each becomes an object. The SDK sends at most 1,024
+data at once."""
 _VARINT = 0
 _DOUBLE = 1
 _BYTES = 2

@@ -61,7 +61,7 @@ class Checkpoint:
     created: float
     size: int
     checksum: str = ""
-    """Of an adapter for engines."""
+    """The checksum of an adapter for engines."""
     expires: float | None = None
     about: dict[str, str] | None = None
     unnamed: bool = False

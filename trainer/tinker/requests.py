@@ -141,7 +141,7 @@ class LoadWeights(TinkerBody):
     optimizer: bool
     optimizer_config: OptimizerConfig | None = None
     weights_access_token: None = None
-    """Of another account, of which there is none."""
+    """It belongs to another account, and there are none."""
 
 
 class CreateSampler(SessionBody):

@@ -27,7 +27,7 @@ class AnswerGrade:
     """A recorded answer, with the grade that it gets now."""
 
     index: int
-    """Of the answer's completion in its group."""
+    """Where the answer's completion stands in its group."""
     answer: CompletionText
     now: RewardResult
 
@@ -69,7 +69,7 @@ class GroupGrades:
     step: int
     group: GroupTexts
     grades: list[AnswerGrade] = field(default_factory=list)
-    """Of the answers that can be graded again."""
+    """The grades of those answers that can be graded again."""
 
     @property
     def changed(self) -> list[AnswerGrade]:

@@ -29,8 +29,8 @@ class GroupGradient:
     id: str
     norm: float
     share: float
-    """Of the whole gradient, along its direction: the shares of all groups and of the KL term have
-    the sum 1."""
+    """The part of the whole gradient, along its direction: the shares of all groups and of the KL
+    term add up to 1."""
     without: float
     """Norm of the gradient of the step without this group."""
     tokens: list[tuple[int, int, float]]

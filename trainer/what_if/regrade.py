@@ -47,7 +47,7 @@ RUN_DIR/regrade.jsonl, which the dashboard shows.
 _ROWS = 12
 """Most rows of the table of steps; neighbours are merged into as many."""
 _SHOWN_CHARS = 400
-"""Of the beginning of a long text, and of its end."""
+"""So many characters are shown of the beginning of a long text, and of its end."""
 _VERDICTS = {True: "right", False: "wrong", None: "–"}
 Counts = NDArray[np.float64]
 

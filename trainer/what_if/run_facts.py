@@ -19,7 +19,8 @@ _WINDOW = 5
 """Steps before a jump and after it whose means are compared."""
 _LEAST_NOISE = 0.02
 _LEAST_SHARE = 0.5
-"""Of a number's range over the run: noise that is taken for granted; what a jump must be."""
+"""Two shares of a number's range over the run: the noise that every number is taken to have, and
+the least size of a jump."""
 
 
 @dataclass(frozen=True)
