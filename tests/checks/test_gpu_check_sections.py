@@ -20,12 +20,11 @@ from checks.gpu_check.sections import SECTIONS
 from common.errors import ConfigError
 
 PRESENT = """
-accelerate aiohappyeyeballs aiohttp aiosignal
-annotated-doc anyio attrs certifi charset-normalizer click contourpy cycler filelock
-fonttools frozenlist fsspec h11 hf-xet httpcore httpx huggingface-hub idna jinja2 kiwisolver markdown-it-py markupsafe
-matplotlib mdurl mpmath msgpack multidict networkx numpy packaging pandas peft pillow pip prometheus-client propcache
-protobuf psutil pyarrow pygments pyparsing python-dateutil pyyaml regex requests rich safetensors setuptools shellingham
-sympy tensorboard tokenizers torch tqdm transformers triton typer typing-extensions urllib3 uvloop xxhash yarl
+accelerate aiohappyeyeballs aiohttp aiosignal annotated-doc anyio attrs certifi charset-normalizer click filelock
+frozenlist fsspec h11 hf-xet httpcore httpx huggingface-hub idna jinja2 markdown-it-py markupsafe mdurl mpmath msgpack
+multidict networkx numpy packaging pandas peft pillow pip prometheus-client propcache protobuf psutil pyarrow pygments
+python-dateutil pyyaml regex requests rich safetensors setuptools shellingham sympy tensorboard tokenizers torch tqdm
+transformers triton typer typing-extensions urllib3 uvloop xxhash yarl
 """
 """What a machine with a GPU that was at hand had of this environment's packages."""
 NEWER = {"httpx2", "httpcore2", "truststore", "outcome", "trio", "sortedcontainers"}
