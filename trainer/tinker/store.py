@@ -155,8 +155,8 @@ class TinkerStore(SqliteStore):
         """Returns the successful operations of some kinds since the run's snapshot, in order."""
         marks = ", ".join("?" * len(kinds))
         rows = self.db.execute(
-            f"SELECT seq FROM operations JOIN results USING (line, seq) WHERE line = ? AND seq > ? "  # noqa: S608
-            f"AND ok AND kind IN ({marks}) ORDER BY seq",
+            "SELECT seq FROM operations JOIN results USING (line, seq) "  # noqa: S608
+            f"WHERE line = ? AND seq > ? AND ok AND kind IN ({marks}) ORDER BY seq",
             (run.id, run.snapshot, *kinds),
         ).fetchall()
         found = []
