@@ -10,6 +10,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -109,7 +110,7 @@ class Sampling:
         *,
         max_context_tokens: int,
         finished: Callable[[str, int], None],
-        at_once: int = 64,
+        at_once: int = 256,
     ) -> None:
         self.turns = Turns(in_order=False)
         self._client = client
@@ -212,21 +213,60 @@ class Sampling:
         sampling["stop"] = [stop for stop in stops if isinstance(stop, str)]
         sampling["stop_token_ids"] = [stop for stop in stops if isinstance(stop, int)]
 
-        scores: list[float | None] | None = None
-        if body.prompt_logprobs:
-            scores = await self._score(body, adapter)
+        prompt = _Scores()
+        others = body.target_prompt_logprobs
+        if body.prompt_logprobs or body.topk_prompt_logprobs or others:
+            prompt = await self._score(
+                body.tokens,
+                adapter,
+                top=body.topk_prompt_logprobs,
+                chosen=others.tokens if others else (),
+            )
+            prompt.keep_last(body.prompt_logprobs_last_n)
         answers = await self._completions(body.tokens, sampling, adapter)
         samples = [_sampled(answer) for answer in answers]
-        return write_samples(samples, scores)
+        if body.topk_sample_logprobs:
+            samples = [await self._with_top(body, sample, adapter) for sample in samples]
+        return write_samples(
+            samples,
+            prompt.own if body.prompt_logprobs else None,
+            prompt.top if body.topk_prompt_logprobs else None,
+            others and others.answer(prompt.chosen),
+        )
 
-    async def _score(self, body: requests.Sample, adapter: str | None) -> list[float | None]:
-        """Returns the log-probabilities of the prompt's tokens, None for the first."""
+    async def _with_top(
+        self, body: requests.Sample, sample: SampleAnswer, adapter: str | None
+    ) -> SampleAnswer:
+        """Returns a sample with the likeliest tokens at its places, at temperature 1."""
+        tokens = [*body.tokens, *sample.tokens]
+        scores = await self._score(tokens, adapter, top=body.topk_sample_logprobs)
+        return replace(sample, top=scores.top[len(body.tokens) :])
+
+    async def _score(
+        self,
+        tokens: list[int],
+        adapter: str | None,
+        *,
+        top: int = 0,
+        chosen: Sequence[int] = (),
+    ) -> "_Scores":
+        """Returns the scores of tokens, of the `top` likeliest ones in their places, and of those
+        `chosen`.
+        """
+        more: dict[str, Any] = {"logprob_start_len": 0}
+        if top:
+            more["top_logprobs_num"] = top
+        if chosen:
+            more["token_ids_logprob"] = list(chosen)
         sampling = {"max_new_tokens": 0, "temperature": 1.0}
-        (answer,) = await self._post(body.tokens, sampling, adapter, logprob_start_len=0)
-        found = [logprob for logprob, *_ in answer["meta_info"]["input_token_logprobs"]]
-        last = body.prompt_logprobs_last_n
-        if last is not None:
-            found[: max(0, len(found) - last)] = [None] * max(0, len(found) - last)
+        (answer,) = await self._post(tokens, sampling, adapter, **more)
+        meta = answer["meta_info"]
+        found = _Scores([logprob for logprob, *_ in meta["input_token_logprobs"]])
+        if top:
+            found.top = [_pairs(place) for place in meta["input_top_logprobs"]]
+        if chosen:
+            for place in meta["input_token_ids_logprobs"]:
+                found.chosen.append({token: logprob for logprob, token, *_ in place or ()})
         return found
 
     async def _completions(
@@ -253,6 +293,26 @@ class Sampling:
         response = await self._client.request("POST", "/generate", json=body)
         found = orjson.loads(response.content)
         return found if isinstance(found, list) else [found]
+
+
+@dataclass
+class _Scores:
+    """Log-probabilities at the tokens of a prompt, the first of which has none."""
+
+    own: list[float | None] = field(default_factory=list)
+    top: list[list[tuple[float, int]] | None] = field(default_factory=list)
+    chosen: list[dict[int, float]] = field(default_factory=list)
+
+    def keep_last(self, count: int | None) -> None:
+        """Forgets all but the last `count` tokens; None: nothing."""
+        skipped = 0 if count is None else max(0, len(self.own) - count)
+        self.own[:skipped] = [None] * skipped
+        if self.top:
+            self.top[:skipped] = [None] * skipped
+
+
+def _pairs(place: list[Any] | None) -> list[tuple[float, int]] | None:
+    return place and [(logprob, token) for logprob, token, *_ in place]
 
 
 def _cancelled() -> TinkerResult:
