@@ -12,7 +12,7 @@ import numpy as np
 
 from common.errors import InvalidInput
 from trainer.tinker.interface import Array, Datum, Outputs
-from trainer.tinker.protobuf import Map, Schema, decode, encode
+from trainer.tinker.protobuf import Messages
 
 _FLOAT32 = 1
 _DTYPES: dict[int, np.dtype[Any]] = {
@@ -27,44 +27,29 @@ _STOP_REASONS = {"stop": 0, "length": 1}
 _NO_LOGPROB = -99999.0
 """What stands where nothing is known of the likeliest tokens."""
 
-_SPARSE: Schema = {1: ("values", bytes), 2: ("row_ends", bytes), 3: ("columns", bytes)}
-TENSOR: Schema = {
-    1: ("dense", bytes),
-    2: ("sparse", _SPARSE),
-    3: ("dtype", int),
-    4: ("shape", [int]),
-}
-_CHUNK: Schema = {1: ("text", {1: ("tokens", bytes)}), 2: ("image", bytes), 3: ("audio", bytes)}
-# Spans, which say where tokens come from, are only for the original of stable_reinforce.
-_DATUM: Schema = {1: ("model_input", [_CHUNK]), 2: ("inputs", Map(TENSOR))}
-_ADDRESS: Schema = {1: ("model_id", str), 2: ("seq_id", int)}
-PASS: Schema = {
-    **_ADDRESS,
-    3: ("data", [_DATUM]),
-    4: ("loss", str),
-    5: ("config", Map(float)),
-    6: ("forward_only", int),
-    # A list of at most one text, as a setting may be an empty one.
-    7: ("newer_config", Map({1: ("number", float), 2: ("text", [str])})),
-}
-_ARRAYS: Schema = {
-    1: ("data", bytes),
-    2: ("ends", bytes),
-    3: ("dtype", int),
-    4: ("trailing_shape", [int]),
-}
-_RECORD: Schema = {1: ("kind", str), 2: ("arrays", Map(_ARRAYS)), 3: ("count", int)}
-OUTPUTS: Schema = {1: ("kind", str), 2: ("records", [_RECORD]), 3: ("metrics", Map(float))}
-_TOP: Schema = {1: ("tokens", bytes), 2: ("logprobs", bytes), 3: ("k", int), 4: ("length", int)}
-SAMPLES: Schema = {
-    1: (
-        "sequences",
-        [{1: ("reason", int), 2: ("tokens", bytes), 3: ("logprobs", bytes), 4: ("top", _TOP)}],
-    ),
-    2: ("prompt_logprobs", bytes),
-    3: ("top_of_prompt", _TOP),
-    5: ("targets", TENSOR),
-}
+# A setting has at most one text, which may be empty. Spans of data, which say where tokens come
+# from, are only for the original of stable_reinforce.
+MESSAGES = Messages("""
+Sparse: 1 values bytes, 2 row_ends bytes, 3 columns bytes
+Tensor: 1 dense bytes, 2 sparse Sparse, 3 dtype int, 4 shape int*
+Text: 1 tokens bytes
+Chunk: 1 text Text, 2 image bytes, 3 audio bytes
+Input: 1 key str, 2 value Tensor
+Datum: 1 model_input Chunk*, 2 inputs Input*
+Number: 1 key str, 2 value float
+Setting: 1 number float, 2 texts str*
+NewerNumber: 1 key str, 2 value Setting
+Address: 1 run str, 2 seq int
+Pass: 1 run str, 2 seq int, 3 data Datum*, 4 loss str, 5 config Number*, 6 forward_only int, \
+7 newer_config NewerNumber*
+Arrays: 1 data bytes, 2 ends bytes, 3 dtype int, 4 trailing_shape int*
+NamedArrays: 1 key str, 2 value Arrays
+Record: 1 kind str, 2 arrays NamedArrays*, 3 count int
+Outputs: 1 kind str, 2 records Record*, 3 metrics Number*
+Top: 1 tokens bytes, 2 logprobs bytes, 3 k int, 4 length int
+Sequence: 1 reason int, 2 tokens bytes, 3 logprobs bytes, 4 top Top
+Samples: 1 sequences Sequence*, 2 prompt_logprobs bytes, 3 top_of_prompt Top, 5 targets Tensor
+""")
 
 
 @dataclass(frozen=True)
@@ -77,8 +62,8 @@ class Pass:
     forward_only: bool
 
 
-Top = Sequence[Sequence[tuple[float, int]] | None]
-"""The likeliest tokens at each place, with their log-probabilities; None where nothing is known."""
+Top = Sequence[Sequence[Sequence[Any]] | None]
+"""Log-probability and token of the likeliest at each place; None where nothing is known."""
 
 
 @dataclass(frozen=True)
@@ -94,17 +79,19 @@ class SampleAnswer:
 
 def address(body: bytes) -> tuple[str, int]:
     """Returns run and sequence number of a request for a pass, whose data it skips."""
-    found = decode(_ADDRESS, body)
-    return found["model_id"], found["seq_id"]
+    found = MESSAGES.decode("Address", body)
+    return found["run"], found["seq"]
 
 
 def read_pass(body: bytes) -> Pass:
     """Returns a request for a pass. Raises InvalidInput for one that is malformed or not text."""
-    found = decode(PASS, body)
+    found = MESSAGES.decode("Pass", body)
     data = [_datum(each, f"data.{index}") for index, each in enumerate(found["data"])]
-    newer = found["newer_config"].items()
-    config = {name: value["text"][0] if value["text"] else value["number"] for name, value in newer}
-    return Pass(data, found["loss"], config or found["config"], bool(found["forward_only"]))
+    config = {entry["key"]: entry["value"] for entry in found["config"]}
+    for entry in found["newer_config"]:
+        setting = entry["value"] or {"texts": [""]}
+        config[entry["key"]] = setting["texts"][-1] if setting["texts"] else setting["number"]
+    return Pass(data, found["loss"], config, bool(found["forward_only"]))
 
 
 def _datum(message: dict[str, Any], field: str) -> Datum:
@@ -119,8 +106,9 @@ def _datum(message: dict[str, Any], field: str) -> Datum:
             )
         tokens += _array(chunk["text"]["tokens"], _INT32, f"{field}.model_input").tolist()
     inputs: dict[str, Array] = {}
-    for name, tensor in message["inputs"].items():
-        inputs[name] = _dense(tensor or {}, f"{field}.loss_fn_inputs.{name}")
+    for entry in message["inputs"]:
+        name = entry["key"]
+        inputs[name] = _dense(entry["value"] or {}, f"{field}.loss_fn_inputs.{name}")
     return Datum(tokens, inputs)
 
 
@@ -149,9 +137,10 @@ def _dense(message: dict[str, Any], field: str) -> Array:
                 remedy="send fewer targets for a token, or shorter sequences",
             )
         dense = np.zeros((rows, width), dtype)
-        row = np.repeat(np.arange(rows), np.diff(_array(sparse["row_ends"], _INT64, field)))
+        row_ends = _array(sparse["row_ends"], _INT64, field)
         columns = _array(sparse["columns"], _INT64, field)
-        dense[row, columns] = _array(sparse["values"], dtype, field)
+        places = (np.repeat(np.arange(rows), np.diff(row_ends)), columns)
+        dense[places] = _array(sparse["values"], dtype, field)
         return dense
     except (ValueError, IndexError, TypeError) as error:
         raise InvalidInput(
@@ -174,8 +163,13 @@ def write_outputs(outputs: Outputs) -> bytes:
     for _, group in groupby(outputs.arrays, key=_trailing):
         data = list(group)
         arrays = {name: _joined([each[name] for each in data]) for name in sorted(data[0])}
-        records.append({"kind": kind, "arrays": arrays, "count": len(data)})
-    return encode(OUTPUTS, {"kind": kind, "records": records, "metrics": outputs.metrics})
+        records.append({"kind": kind, "arrays": _entries(arrays), "count": len(data)})
+    metrics = _entries(outputs.metrics)
+    return MESSAGES.encode("Outputs", {"kind": kind, "records": records, "metrics": metrics})
+
+
+def _entries(values: Mapping[str, Any]) -> list[dict[str, Any]]:
+    return [{"key": key, "value": value} for key, value in values.items()]
 
 
 def _trailing(arrays: Mapping[str, Array]) -> list[tuple[str, tuple[int, ...]]]:
@@ -200,7 +194,7 @@ def write_samples(
     top_of_prompt: Top | None = None,
     targets: Mapping[str, Any] | None = None,
 ) -> bytes:
-    """Returns Tinker's `SampleResponse`. `targets` is a `TENSOR`."""
+    """Returns Tinker's `SampleResponse`. `targets` is a `Tensor`."""
     sequences = [
         {
             "reason": _STOP_REASONS[sample.stop_reason],
@@ -219,7 +213,7 @@ def write_samples(
         "top_of_prompt": _top(top_of_prompt),
         "targets": targets,
     }
-    return encode(SAMPLES, answer)
+    return MESSAGES.encode("Samples", answer)
 
 
 def _top(top: Top | None) -> dict[str, Any] | None:
@@ -227,10 +221,10 @@ def _top(top: Top | None) -> dict[str, Any] | None:
         return None
     k = max((len(place) for place in top if place), default=0)
     empty = [(_NO_LOGPROB, 0)] * k
-    pairs = np.array([place or empty for place in top]).reshape(-1, 2)
+    pairs = [pair for place in top for pair in place or empty]
     return {
-        "tokens": pairs[:, 1].astype("<i4").tobytes(),
-        "logprobs": pairs[:, 0].astype("<f4").tobytes(),
+        "tokens": np.array([token for _, token, *_ in pairs], "<i4").tobytes(),
+        "logprobs": np.array([logprob for logprob, *_ in pairs], "<f4").tobytes(),
         "k": k,
         "length": len(top),
     }

@@ -1,18 +1,17 @@
 r"""The wire format of protocol buffers, as far as Tinker's messages use it.
 
-A message is a sequence of fields: a varint with the number and the kind of each, then its value. A
-`Schema` says what they hold, and a message is a dict by their names:
+A message is a sequence of fields: a varint with the number and the kind of each, then its value.
+`Messages` says what they hold, a message in a line, and `*` marks a field that is repeated:
 
-    POINT: Schema = {1: ("x", int), 2: ("names", [str]), 3: ("near", Map(bytes))}
-    encode(POINT, {"x": 7})                 # b"\x08\x07"
-    decode(POINT, b"\x08\x07")             # {"x": 7, "names": [], "near": {}}
+    points = Messages("Point: 1 x int, 2 names str*, 3 near Point")
+    points.encode("Point", {"x": 7})         # b"\x08\x07"
+    points.decode("Point", b"\x08\x07")      # {"x": 7, "names": [], "near": None}
 
 The SDK's own classes are generated code of a package that this project does not need otherwise.
 """
 
 import struct
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from common.errors import InvalidInput, TooLarge
@@ -24,89 +23,71 @@ _VARINT = 0
 _DOUBLE = 1
 _BYTES = 2
 _WIDTHS = {_DOUBLE: 8, 5: 4}
-Schema = Mapping[int, tuple[str, Any]]
-"""Name and kind of the fields by number: `int`, `float` (a double), `str`, `bytes`, another schema,
-[kind] for a repeated one, or `Map`."""
+_ZEROS: dict[str, Any] = {"int": 0, "float": 0.0, "str": "", "bytes": b""}
+"""What stands for a field that is not there, by its kind; a float is a double on the wire."""
 
 
-@dataclass(frozen=True)
-class Map:
-    """A map with texts as keys, whose values are of this kind."""
+class Messages:
+    """Kinds of messages, as dicts. A map is a repeated message of `key` and `value`."""
 
-    value: Any
+    def __init__(self, text: str) -> None:
+        self._kinds: dict[str, dict[int, tuple[str, str, bool]]] = {}
+        for line in text.strip().splitlines():
+            kind, _, listed = line.partition(":")
+            fields = self._kinds[kind.strip()] = {}
+            for each in listed.split(","):
+                number, name, of = each.split()
+                fields[int(number)] = (name, of.rstrip("*"), of.endswith("*"))
 
-    @property
-    def entry(self) -> Schema:
-        return {1: ("key", str), 2: ("value", self.value)}
+    def decode(self, kind: str, message: bytes) -> dict[str, Any]:
+        """Returns a message; a message in it that is not there is None. Raises InvalidInput for
+        what is no such message.
+        """
+        known = self._kinds[kind]
+        found = {name: [] if many else _ZEROS.get(of) for name, of, many in known.values()}
+        for number, value in _fields(message):
+            # Other fields are of another version, or are not needed.
+            name, of, many = known.get(number, ("", "", False))
+            if many and of == "int" and isinstance(value, bytes):
+                found[name] += _numbers(value)
+            elif many:
+                found[name].append(self._value(of, value))
+            elif of:
+                found[name] = self._value(of, value)
+        return found
 
+    def _value(self, kind: str, value: Any) -> Any:
+        wanted = type(_ZEROS[kind]) if kind in ("int", "float") else bytes
+        if not isinstance(value, wanted):
+            raise _malformed(f"{type(value).__name__} in the place of {wanted.__name__}")
+        if kind in self._kinds:
+            return self.decode(kind, value)
+        try:
+            return value.decode() if kind == "str" else value
+        except UnicodeDecodeError:
+            raise _malformed("a text that is not UTF-8") from None
 
-def decode(schema: Schema, message: bytes) -> dict[str, Any]:
-    """Returns a message; of what is not there its kind's zero, or None for a message. Raises
-    InvalidInput for what is no such message.
-    """
-    found: dict[str, Any] = {}
-    for name, kind in schema.values():
-        found[name] = kind() if isinstance(kind, type) else None
-        if isinstance(kind, list | Map):
-            found[name] = [] if isinstance(kind, list) else {}
+    def encode(self, kind: str, values: Mapping[str, Any]) -> bytes:
+        """Returns the bytes of a message; None stands for what is not there."""
+        parts = []
+        for number, (name, of, many) in self._kinds[kind].items():
+            value = values.get(name)
+            for each in value or () if many else [value]:
+                if each is not None:
+                    parts.append(self._field(number, of, each))
+        return b"".join(parts)
 
-    for number, value in _fields(message):
-        name, kind = schema.get(number, ("", None))
-        if isinstance(kind, Map):
-            entry = decode(kind.entry, _checked(bytes, value))
-            found[name][entry["key"]] = entry["value"]
-        elif isinstance(kind, list):
-            # Numbers may be packed into one field.
-            is_packed = kind[0] is int and isinstance(value, bytes)
-            found[name] += _numbers(value) if is_packed else [_value(kind[0], value)]
-        elif kind is not None:  # others are of another version, or are not needed
-            found[name] = _value(kind, value)
-    return found
-
-
-def _value(kind: Any, value: Any) -> Any:
-    if isinstance(kind, Mapping):
-        return decode(kind, _checked(bytes, value))
-    if kind is not str:
-        return _checked(kind, value)
-    try:
-        return _checked(bytes, value).decode()
-    except UnicodeDecodeError:
-        raise _malformed("a text that is not UTF-8") from None
-
-
-def _checked(kind: type, value: Any) -> Any:
-    if not isinstance(value, kind):
-        raise _malformed(f"{type(value).__name__} in the place of {kind.__name__}")
-    return value
-
-
-def encode(schema: Schema, values: Mapping[str, Any]) -> bytes:
-    """Returns the bytes of a message, whose fields are in the order of the schema."""
-    parts = []
-    for number, (name, kind) in schema.items():
-        value = values.get(name)
-        if isinstance(kind, Map):
-            for key, each in (value or {}).items():
-                parts.append(_field(number, kind.entry, {"key": key, "value": each}))
-        elif isinstance(kind, list):
-            parts += [_field(number, kind[0], each) for each in value or ()]
-        elif value is not None:
-            parts.append(_field(number, kind, value))
-    return b"".join(parts)
-
-
-def _field(number: int, kind: Any, value: Any) -> bytes:
-    if kind is int:
-        return _varint(number << 3 | _VARINT) + _varint(value)
-    if kind is float:
-        return _varint(number << 3 | _DOUBLE) + struct.pack("<d", value)
-    content: bytes = value
-    if isinstance(kind, Mapping):
-        content = encode(kind, value)
-    elif kind is str:
-        content = value.encode()
-    return _varint(number << 3 | _BYTES) + _varint(len(content)) + content
+    def _field(self, number: int, kind: str, value: Any) -> bytes:
+        if kind == "int":
+            return _varint(number << 3 | _VARINT) + _varint(value)
+        if kind == "float":
+            return _varint(number << 3 | _DOUBLE) + struct.pack("<d", value)
+        content: bytes = value
+        if kind in self._kinds:
+            content = self.encode(kind, value)
+        elif kind == "str":
+            content = value.encode()
+        return _varint(number << 3 | _BYTES) + _varint(len(content)) + content
 
 
 def _fields(message: bytes) -> Iterator[tuple[int, int | float | bytes]]:

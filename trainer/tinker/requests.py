@@ -2,11 +2,12 @@
 what the request means.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from itertools import pairwise
 from typing import Annotated, Any, Literal, TypeVar
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError
 
 from common.errors import InvalidInput
 from common.wire.codec import parse_json
@@ -196,39 +197,43 @@ class TokenTensor(BaseModel):
     model_config = ConfigDict(extra="forbid")
     data: Annotated[list[Annotated[int, Field(ge=-1)]], Field(max_length=1 << 20)]
     dtype: Literal["int64"]
-    shape: Annotated[list[int], Field(min_length=2, max_length=2)]
+    shape: tuple[PositiveInt, PositiveInt]
     sparse_crow_indices: list[int] | None = None
-    sparse_col_indices: list[int] | None = None
+    sparse_col_indices: list[int] = []
 
     @property
     def tokens(self) -> list[int]:
         """All tokens, once each."""
         return sorted({*self.data} - {-1})
 
-    def answer(self, scores: Sequence[Mapping[int, float]]) -> dict[str, Any]:
-        """Returns the log-probabilities in the same layout, as a `TENSOR` of protobuf, given those
+    def answer(self, scores: Sequence[Sequence[Any] | None]) -> dict[str, Any]:
+        """Returns the log-probabilities in the same layout, as a `Tensor` of protobuf, given those
         of `tokens` at every place of the prompt. Raises InvalidInput for another shape.
         """
         rows, width = self.shape
         ends = self.sparse_crow_indices
-        counts = np.full(rows, width) if ends is None else np.diff(ends)
-        if rows != len(scores) - 1 or counts.min() < 0 or counts.sum() != len(self.data):
+        values: list[float] = []
+        for place, (start, end) in zip(
+            scores[1:], pairwise(ends or range(0, rows * width + 1, width)), strict=False
+        ):
+            known = {token: logprob for logprob, token, *_ in place or ()}
+            values += [known.get(token, 0.0) for token in self.data[start:end]]
+        if rows != len(scores) - 1 or len(values) != len(self.data):
             raise InvalidInput(
                 "it has another shape than the prompt, or than its numbers",
                 field="target_prompt_logprobs.shape",
                 value=self.shape,
                 remedy=f"send {len(scores) - 1} rows: one for each token after the first",
             )
-        row = np.repeat(np.arange(rows), counts).tolist()
-        places = zip(row, self.data, strict=True)
-        values = [0.0 if token < 0 else scores[at + 1][token] for at, token in places]
         content = np.array(values, "<f4").tobytes()
         answer: dict[str, Any] = {"dtype": 1, "shape": self.shape}
         if ends is None:
             return {**answer, "dense": content}
-        sparse = {"values": content, "row_ends": ends, "columns": self.sparse_col_indices or []}
-        for name in ("row_ends", "columns"):
-            sparse[name] = np.array(sparse[name], "<i8").tobytes()
+        sparse = {
+            "values": content,
+            "row_ends": np.array(ends, "<i8").tobytes(),
+            "columns": np.array(self.sparse_col_indices, "<i8").tobytes(),
+        }
         return {**answer, "sparse": sparse}
 
 

@@ -10,7 +10,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -213,25 +213,28 @@ class Sampling:
         sampling["stop"] = [stop for stop in stops if isinstance(stop, str)]
         sampling["stop_token_ids"] = [stop for stop in stops if isinstance(stop, int)]
 
-        prompt = _Scores()
-        others = body.target_prompt_logprobs
-        if body.prompt_logprobs or body.topk_prompt_logprobs or others:
-            prompt = await self._score(
-                body.tokens,
-                adapter,
-                top=body.topk_prompt_logprobs,
-                chosen=others.tokens if others else (),
+        scores: dict[str, list[Any]] = {}
+        targets = body.target_prompt_logprobs
+        if body.prompt_logprobs or body.topk_prompt_logprobs or targets:
+            chosen = targets.tokens if targets else []
+            scores = await self._score(
+                body.tokens, adapter, top=body.topk_prompt_logprobs, chosen=chosen
             )
-            prompt.keep_last(body.prompt_logprobs_last_n)
+        if body.prompt_logprobs_last_n is not None:
+            skipped = max(0, len(body.tokens) - body.prompt_logprobs_last_n)
+            for name in ("input_token_logprobs", "input_top_logprobs"):
+                scores[name][:skipped] = [None] * skipped
+
         answers = await self._completions(body.tokens, sampling, adapter)
         samples = [_sampled(answer) for answer in answers]
         if body.topk_sample_logprobs:
             samples = [await self._with_top(body, sample, adapter) for sample in samples]
+        own = [place and place[0] for place in scores.get("input_token_logprobs", ())]
         return write_samples(
             samples,
-            prompt.own if body.prompt_logprobs else None,
-            prompt.top if body.topk_prompt_logprobs else None,
-            others and others.answer(prompt.chosen),
+            own if body.prompt_logprobs else None,
+            scores["input_top_logprobs"] if body.topk_prompt_logprobs else None,
+            targets and targets.answer(scores["input_token_ids_logprobs"]),
         )
 
     async def _with_top(
@@ -240,34 +243,28 @@ class Sampling:
         """Returns a sample with the likeliest tokens at its places, at temperature 1."""
         tokens = [*body.tokens, *sample.tokens]
         scores = await self._score(tokens, adapter, top=body.topk_sample_logprobs)
-        return replace(sample, top=scores.top[len(body.tokens) :])
+        return replace(sample, top=scores["input_top_logprobs"][len(body.tokens) :])
 
     async def _score(
-        self,
-        tokens: list[int],
-        adapter: str | None,
-        *,
-        top: int = 0,
-        chosen: Sequence[int] = (),
-    ) -> "_Scores":
-        """Returns the scores of tokens, of the `top` likeliest ones in their places, and of those
-        `chosen`.
+        self, tokens: list[int], adapter: str | None, *, top: int, chosen: Sequence[int] = ()
+    ) -> dict[str, list[Any]]:
+        """Returns SGLang's triples (log-probability, token, text) of tokens, of the `top` likeliest
+        in their places, and of those `chosen`; the first token has none.
         """
-        more: dict[str, Any] = {"logprob_start_len": 0}
-        if top:
-            more["top_logprobs_num"] = top
-        if chosen:
-            more["token_ids_logprob"] = list(chosen)
         sampling = {"max_new_tokens": 0, "temperature": 1.0}
-        (answer,) = await self._post(tokens, sampling, adapter, **more)
-        meta = answer["meta_info"]
-        found = _Scores([logprob for logprob, *_ in meta["input_token_logprobs"]])
-        if top:
-            found.top = [_pairs(place) for place in meta["input_top_logprobs"]]
-        if chosen:
-            for place in meta["input_token_ids_logprobs"]:
-                found.chosen.append({token: logprob for logprob, token, *_ in place or ()})
-        return found
+        others = {"top_logprobs_num": top, "token_ids_logprob": list(chosen)}
+        (answer,) = await self._post(tokens, sampling, adapter, logprob_start_len=0, **others)
+        found: dict[str, list[Any]] = answer["meta_info"]
+        for asked, name in ((top, "input_top_logprobs"), (chosen, "input_token_ids_logprobs")):
+            if asked and len(found.get(name, ())) != len(tokens):
+                raise ServiceError(
+                    "the engine does not score other tokens beside those of a prompt",
+                    field=name,
+                    value=len(found.get(name, ())),
+                    remedy="use engines, and a router, that know top_logprobs_num and "
+                    "token_ids_logprob",
+                )
+        return {**found, "input_top_logprobs": found.get("input_top_logprobs", [])}
 
     async def _completions(
         self, tokens: list[int], sampling: dict[str, Any], adapter: str | None
@@ -293,26 +290,6 @@ class Sampling:
         response = await self._client.request("POST", "/generate", json=body)
         found = orjson.loads(response.content)
         return found if isinstance(found, list) else [found]
-
-
-@dataclass
-class _Scores:
-    """Log-probabilities at the tokens of a prompt, the first of which has none."""
-
-    own: list[float | None] = field(default_factory=list)
-    top: list[list[tuple[float, int]] | None] = field(default_factory=list)
-    chosen: list[dict[int, float]] = field(default_factory=list)
-
-    def keep_last(self, count: int | None) -> None:
-        """Forgets all but the last `count` tokens; None: nothing."""
-        skipped = 0 if count is None else max(0, len(self.own) - count)
-        self.own[:skipped] = [None] * skipped
-        if self.top:
-            self.top[:skipped] = [None] * skipped
-
-
-def _pairs(place: list[Any] | None) -> list[tuple[float, int]] | None:
-    return place and [(logprob, token) for logprob, token, *_ in place]
 
 
 def _cancelled() -> TinkerResult:

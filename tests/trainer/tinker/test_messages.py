@@ -8,16 +8,14 @@ import pytest
 from common.errors import InvalidInput, TooLarge
 from trainer.tinker.interface import Outputs
 from trainer.tinker.messages import (
-    OUTPUTS,
-    PASS,
-    SAMPLES,
+    MESSAGES,
     SampleAnswer,
     address,
     read_pass,
     write_outputs,
     write_samples,
 )
-from trainer.tinker.protobuf import MOST_FIELDS, decode, encode
+from trainer.tinker.protobuf import MOST_FIELDS
 
 _OF_SDK = bytes.fromhex(
     "0a09733a747261696e3a3010ac021a6a0a0c0a0a0a08010000002c0100000a080a060a040700000012300a0d74617267"
@@ -47,7 +45,7 @@ def test_reads_what_the_sdk_writes() -> None:
 
 def _tensor(shape: list[int], dtype: int = 1, **content: Any) -> bytes:
     tensor = {**content, "dtype": dtype, "shape": shape}
-    return encode(PASS, {"data": [{"inputs": {"weights": tensor}}]})
+    return MESSAGES.encode("Pass", {"data": [{"inputs": [{"key": "weights", "value": tensor}]}]})
 
 
 def test_sparse_tensors_are_dense_for_the_learner() -> None:
@@ -69,9 +67,9 @@ def test_sparse_tensors_are_dense_for_the_learner() -> None:
         _tensor([2], dense=b"abcd"),
         _tensor([1], dtype=4, dense=b"abcd"),
         _tensor([1 << 20, 1 << 20], sparse={}),
-        encode(PASS, {"data": [{"model_input": [{"image": b"an image"}]}]}),
-        encode({1: ("model_id", int)}, {"model_id": 5}),
-        encode({1: ("model_id", bytes)}, {"model_id": b"\xff"}),
+        MESSAGES.encode("Pass", {"data": [{"model_input": [{"image": b"an image"}]}]}),
+        MESSAGES.encode("Top", {"k": 5}) + b"\x08\x05",
+        MESSAGES.encode("Text", {"tokens": b"\xff"}),
     ],
 )
 def test_refuses_what_it_cannot_read(body: bytes) -> None:
@@ -90,20 +88,22 @@ def test_outputs_have_every_array_of_every_datum() -> None:
         {"logprobs": np.array([-3], np.float32)},
         {"logprobs": np.array([[-4, -5]], np.float32)},
     ]
-    found = decode(OUTPUTS, write_outputs(Outputs(arrays, {"loss:sum": 1.5})))
-    assert found["metrics"] == {"loss:sum": 1.5}
+    found = MESSAGES.decode("Outputs", write_outputs(Outputs(arrays, {"loss:sum": 1.5})))
+    assert found["metrics"] == [{"key": "loss:sum", "value": 1.5}]
     narrow, wide = found["records"]
     assert (narrow["count"], wide["count"]) == (2, 1)
-    array = narrow["arrays"]["logprobs"]
+    ((entry,), (of_wide,)) = (narrow["arrays"], wide["arrays"])
+    assert entry["key"] == "logprobs"
+    array = entry["value"]
     assert np.frombuffer(array["data"], "<f4").tolist() == [-1, -2, -3]
     assert np.frombuffer(array["ends"], "<i8").tolist() == [0, 8, 12]
-    assert wide["arrays"]["logprobs"]["trailing_shape"] == [2]
+    assert of_wide["value"]["trailing_shape"] == [2]
 
 
 def test_samples_say_how_they_ended() -> None:
     top = [[(-0.5, 5), (-1.0, 8)], [(-1.0, 6), (-2.0, 9)]]
     sample = SampleAnswer([5, 6], [-0.5, -1], "length", top)
-    found = decode(SAMPLES, write_samples([sample], [None, -2.0], [None, [(-2.0, 3)]]))
+    found = MESSAGES.decode("Samples", write_samples([sample], [None, -2.0], [None, [(-2.0, 3)]]))
     (sequence,) = found["sequences"]
     assert sequence["reason"] == 1
     assert np.frombuffer(sequence["tokens"], "<i4").tolist() == [5, 6]

@@ -20,8 +20,7 @@ import numpy as np
 import pytest
 
 from tests.support.paths import ROOT
-from trainer.tinker.messages import PASS, SAMPLES
-from trainer.tinker.protobuf import decode, encode
+from trainer.tinker.messages import MESSAGES
 
 pytestmark = pytest.mark.integration
 MODEL = "tiny/base"
@@ -97,14 +96,14 @@ def _pass(run: str, seq: int, tokens: list[int], targets: list[int], logprobs: b
         "logprobs": (logprobs, 1),
         "advantages": (np.linspace(-1, 1, len(targets)).astype("<f4").tobytes(), 1),
     }
-    tensors = {
-        name: {"dense": content, "dtype": dtype, "shape": [len(targets)]}
+    tensors = [
+        {"key": name, "value": {"dense": content, "dtype": dtype, "shape": [len(targets)]}}
         for name, (content, dtype) in inputs.items()
-    }
+    ]
     text = {"tokens": np.array(tokens, "<i4").tobytes()}
     data = [{"model_input": [{"text": text}], "inputs": tensors}]
     loss = "importance_sampling"
-    return encode(PASS, {"model_id": run, "seq_id": seq, "data": data, "loss": loss})
+    return MESSAGES.encode("Pass", {"run": run, "seq": seq, "data": data, "loss": loss})
 
 
 def _loop(server: Server, steps: int) -> list[bytes]:
@@ -134,7 +133,7 @@ def _loop(server: Server, steps: int) -> list[bytes]:
             sampling_params={"max_tokens": 6, "stop": []},
         )
         sampled = server.result(asked).content
-        (sequence,) = decode(SAMPLES, sampled)["sequences"]
+        (sequence,) = MESSAGES.decode("Samples", sampled)["sequences"]
         tokens = np.frombuffer(sequence["tokens"], "<i4").tolist()
         body = _pass(
             run,

@@ -20,8 +20,7 @@ from trainer.tinker import state as state_module
 from trainer.tinker import training
 from trainer.tinker.app import create_tinker_app
 from trainer.tinker.clients import Clients
-from trainer.tinker.messages import OUTPUTS, PASS, SAMPLES
-from trainer.tinker.protobuf import decode, encode
+from trainer.tinker.messages import MESSAGES
 from trainer.tinker.sampling import Adapters
 
 _KILLS = int(os.environ.get("TINKER_KILLS", "6"))
@@ -58,7 +57,7 @@ class Client:
     async def passes(self, run: str, seq: int, token: int = 5, loss: str = "cross_entropy") -> str:
         tokens = np.array([token], "<i4").tobytes()
         data = [{"model_input": [{"text": {"tokens": tokens}}]}]
-        body = encode(PASS, {"model_id": run, "seq_id": seq, "data": data, "loss": loss})
+        body = MESSAGES.encode("Pass", {"run": run, "seq": seq, "data": data, "loss": loss})
         response = await self.http.post(
             "/api/v1/forward_backward",
             content=body,
@@ -95,7 +94,9 @@ async def _serving(
 
 
 def _loss(response: httpx.Response) -> float:
-    value: float = decode(OUTPUTS, response.content)["metrics"]["loss:sum"]
+    (metric,) = MESSAGES.decode("Outputs", response.content)["metrics"]
+    assert metric["key"] == "loss:sum"
+    value: float = metric["value"]
     return value
 
 
@@ -429,7 +430,7 @@ async def _sampled(client: Client, sampler: str, seq: int, **more: Any) -> httpx
 
 
 def _logprobs(response: httpx.Response) -> list[float]:
-    sequence = decode(SAMPLES, response.content)["sequences"][-1]
+    sequence = MESSAGES.decode("Samples", response.content)["sequences"][-1]
     found: list[float] = np.frombuffer(sequence["logprobs"], "<f4").tolist()
     return found
 
@@ -492,7 +493,7 @@ async def test_other_tokens_are_scored_where_the_client_asks(tmp_path: Path) -> 
             target_prompt_logprobs=dense,
             record_stability_info=True,
         )
-        found = decode(SAMPLES, answer.content)
+        found = MESSAGES.decode("Samples", answer.content)
         top = found["top_of_prompt"]
         assert np.frombuffer(top["tokens"], "<i4").tolist() == [0, 0, 0, 1, 0, 1]
         logprobs = np.frombuffer(top["logprobs"], "<f4").tolist()
@@ -508,7 +509,7 @@ async def test_other_tokens_are_scored_where_the_client_asks(tmp_path: Path) -> 
         answer = await _sampled(
             client, sampler, seq=1, tokens=prompt, target_prompt_logprobs=sparse
         )
-        layout = decode(SAMPLES, answer.content)["targets"]["sparse"]
+        layout = MESSAGES.decode("Samples", answer.content)["targets"]["sparse"]
         assert np.frombuffer(layout["values"], "<f4").tolist() == [-2 - 3 / 64, -2 - 9 / 64]
         assert np.frombuffer(layout["row_ends"], "<i8").tolist() == [0, 0, 2]
         wrong = await _sampled(client, sampler, seq=2, target_prompt_logprobs=dense)
