@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError
 
 from common.errors import InvalidInput
 from common.wire.codec import parse_json
+from common.wire.schemas import AtMost
 from trainer.tinker.interface import AdamParams, LoraSpec
 
 Metadata = dict[str, Any]
@@ -195,7 +196,7 @@ class TokenTensor(BaseModel):
     """
 
     model_config = ConfigDict(extra="forbid")
-    data: Annotated[list[Annotated[int, Field(ge=-1)]], Field(max_length=1 << 20)]
+    data: Annotated[list[Annotated[int, Field(ge=-1)]], AtMost(1 << 20)]
     dtype: Literal["int64"]
     shape: tuple[PositiveInt, PositiveInt]
     sparse_crow_indices: list[int] | None = None
