@@ -55,14 +55,7 @@ def make_app(engine: Engine) -> FastAPI:
             prompts = await asyncio.to_thread(body.prompts, engine.model)
 
         if body.scores_prompts:
-            body.check_scoring()
-            answers = await score(
-                request,
-                engine,
-                prompts,
-                start=body.logprob_start_len,
-                adapter=body.lora_path,
-            )
+            answers = await score(request, engine, body, prompts)
         else:
             jobs = body.jobs(prompts, engine.model)
             await finish(request, engine, jobs)
