@@ -194,12 +194,14 @@ class RunLearner:
         saved = run_files.read(folder, optimizer)
         spec = self._runs[run].spec if run in self._runs else saved.spec
         found = {name: tuple(factor.shape) for name, factor in saved.factors.items()}
-        if self._shapes(spec) != found:
+        alpha = self._config.lora.alpha
+        if self._shapes(spec) != found or alpha != saved.alpha:
             raise InvalidInput(
-                "the run has other layers or another rank than the saved one",
+                "the run has other layers, another rank or another alpha than the saved one",
                 field="path",
                 value=str(folder),
-                remedy=f"create the run with {saved.spec}, on the same base model",
+                remedy=f"create the run with {saved.spec}, on the same base model and on a server "
+                f"with --lora.alpha {saved.alpha}",
             )
         self._on_all_ranks("_load", run, spec, saved)
 
@@ -498,7 +500,8 @@ class RunLearner:
         if known.gradient is not None:
             state["gradient"] = known.gradient[:size].cpu()
         if self._ranks.is_rank_zero:
-            saved = run_files.Saved(known.spec, self._named(known), state)
+            alpha = self._config.lora.alpha
+            saved = run_files.Saved(known.spec, alpha, self._named(known), state)
             run_files.write(saved, self._adapter_config(known.spec), folder)
 
     def _load(self, run: str, spec: LoraSpec, saved: run_files.Saved) -> None:
