@@ -146,11 +146,11 @@ def load(
     # SkyPilot would set a misspelt variable, and the run would go on with the default.
     for name in env:
         known_variable(name, documents, "--env")
-    head = validated(_Header, header, "header")
+    head = _validated(_Header, header, "header")
     found = []
     for number, content in enumerate(documents, start=1):
         where = str(content.get("name", f"task {number}"))
-        found.append(validated(_TaskDocument, content, where))
+        found.append(_validated(_TaskDocument, content, where))
     _check_names(head, [task.name for task in found])
 
     tasks = []
@@ -241,9 +241,9 @@ def _documents(path: Path) -> list[Json]:
     return documents
 
 
-def validated(model: type[_M], content: Any, where: str, remedy: str = "") -> _M:
+def _validated(model: type[_M], content: Any, where: str) -> _M:
     """Returns a part of a YAML as an object of `model`; `where` names that part in errors. Raises
-    ConfigError, with `remedy` unless that is empty.
+    ConfigError.
     """
     if isinstance(content, dict):
         content = {key: value for key, value in content.items() if value is not None}
@@ -258,10 +258,10 @@ def validated(model: type[_M], content: Any, where: str, remedy: str = "") -> _M
     if first["type"] == "extra_forbidden":
         message = "there is no such field here"
         hint = did_you_mean(str(first["loc"][-1]), [], model.model_fields)
-        advice = f"{hint} the known fields are {', '.join(model.model_fields)}".strip()
+        remedy = f"{hint} the known fields are {', '.join(model.model_fields)}".strip()
     else:
-        message, advice = explained(first)
-    raise ConfigError(message, field=field, value=value, remedy=remedy or advice)
+        message, remedy = explained(first)
+    raise ConfigError(message, field=field, value=value, remedy=remedy)
 
 
 def _check_names(head: _Header, names: list[str]) -> None:
@@ -297,7 +297,7 @@ def _task(
     recovery = task.resources.get("job_recovery")
     if not isinstance(recovery, dict):  # only a strategy's name
         recovery = {}
-    restarts = validated(_Recovery, recovery, f"{task.name}.job_recovery")
+    restarts = _validated(_Recovery, recovery, f"{task.name}.job_recovery")
     return Task(
         name=task.name,
         num_nodes=num_nodes,

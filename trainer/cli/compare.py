@@ -29,7 +29,7 @@ from trainer.observe.run_dir import no_step
 _EPILOG = """\
 examples:
   rlhf compare runs/first runs/second
-  rlhf compare runs/sweep             # every run below a directory
+  rlhf compare runs/rates             # every run below a directory
   rlhf compare runs/first runs/second --step 40
 
 Every run is compared with the first, on the problems that both evaluations hold. A comparison is
@@ -82,7 +82,7 @@ def main(argv: list[str] | None = None) -> None:
     step.
     """
     arguments = parser().parse_args(argv)
-    # `runs/sweep/*` also names the file of the sweep.
+    # `runs/*` may also name a file.
     directories = [path for path in arguments.run_dirs if not path.is_file()]
     runs = RunList(directories or arguments.run_dirs)()
     if all(each.summary().step is None for each in runs):
