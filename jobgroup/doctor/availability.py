@@ -13,9 +13,8 @@ from jobgroup.doctor.plan import Plan, PlannedTask
 from jobgroup.doctor.report import Result, failed
 from services.data.hub import is_hub_name
 
+# As in services/data/loaders_math.py, whose import takes seconds and fails in a light environment.
 _ON_HUB = {"gsm8k": "openai/gsm8k", "math": "DigitalLearningGmbH/MATH-lighteval"}
-"""As in services/data/loaders_math.py, whose import takes seconds and fails in a light
-environment."""
 
 
 def models(plan: Plan) -> dict[str, PlannedTask]:

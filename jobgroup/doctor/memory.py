@@ -29,11 +29,11 @@ from jobgroup.doctor.plan import Plan, PlannedTask
 from jobgroup.doctor.report import Result, expect, failed, fits, gb
 
 TITLE = "memory for the model"
+# Approximate share of a GPU that SGLang takes for weights and KV cache; `--mem-fraction-static`
+# sets it.
 _STATIC = 0.85
-"""Approximate share of a GPU that SGLang takes for weights and KV cache; `--mem-fraction-static`
-sets it."""
+# Share of a pass that the longest answers should fill.
 _FULL = 0.7
-"""Share of a pass that the longest answers should fill."""
 _SMALLER = (
     "lower trainer.micro_batch_tokens, set trainer.activation_checkpointing, "
     "parallel.offload_optimizer or lora.rank, use more GPUs, or use a smaller model"

@@ -12,6 +12,7 @@ from common.settings.sources import variable
 from jobgroup.doctor.plan import Plan
 from jobgroup.doctor.report import Result
 
+# The settings of the ports on which the nodes of a task listen.
 _PORTS = {
     ROLLOUT: (
         "rollout.agent_port",
@@ -26,10 +27,9 @@ _PORTS = {
     TRAINER: ("trainer.port",),
     TINKER: ("tinker.port",),
 }
-"""The settings of the ports on which the nodes of a task listen."""
+# Like a node of a local run (`jobgroup/local/placement.py`): on Linux no other server listens on
+# this address only.
 _NODE = "127.254.251.1" if psutil.LINUX else "127.0.0.1"
-"""Like a node of a local run (`jobgroup/local/placement.py`): on Linux no other server listens on
-this address only."""
 
 
 def check_ports(plan: Plan) -> Iterator[Result]:

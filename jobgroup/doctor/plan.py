@@ -59,8 +59,8 @@ class PlannedTask(spec.Task):
         return self.name in (TRAINER, TINKER)
 
 
+# The setup of a task that makes the built-in model has this word.
 _MAKE_TINY = "trainer.tiny_model"
-"""The setup of a task that makes the built-in model has this word."""
 
 
 @dataclass

@@ -26,8 +26,8 @@ from jobgroup.doctor.report import Result, gb
 
 SIZES = (24, 40, 48, 80, 141, 180)
 """GB of usual GPUs: 4090 and L4, A100, L40S, A100 and H100, H200, B200."""
+# GPUs of a node.
 _NODE = 8
-"""GPUs of a node."""
 _AUTO = {
     "RLHF_TRAINER__ACTIVATION_CHECKPOINTING": "auto",
     "RLHF_PARALLEL__RESHARD_AFTER_FORWARD": "auto",

@@ -20,10 +20,10 @@ _EXTRA = dict.fromkeys((DATA, REWARD, REPLAY, ENVIRONMENT), "services")
 _EXTRA |= {ROLLOUT: "rollout", TRAINER: "trainer", TINKER: "trainer"}
 _CHECKOUT = (ROOT / "Makefile").exists()
 _SGLANG_VERSIONS = "import importlib.metadata as m; print(m.version('sglang'), m.version('torch'))"
+# CUDA version of the pinned wheels.
 _CUDA = 13
-"""CUDA version of the pinned wheels."""
+# The first driver series that runs it.
 _DRIVER = 580
-"""The first driver series that runs it."""
 _SYSTEM_TOOLKIT = "/usr/local/cuda"
 
 

@@ -20,14 +20,14 @@ from common.process.topology import DATA, REPLAY, ROLLOUT, TRAINER
 from jobgroup.doctor.plan import Plan, PlannedTask
 from jobgroup.doctor.report import Result, expect, fits, gb
 
+# Weight versions on disk at the trainer: two kept, one arriving.
 _VERSIONS = 3
-"""Weight versions on disk at the trainer: two kept, one arriving."""
+# Weight versions on disk on a rollout node: two more in use or on their way.
 _PULLED = 5
-"""Weight versions on disk on a rollout node: two more in use or on their way."""
+# Bytes of a stored token: id, logprob.
 _TOKEN = 8
-"""Bytes of a stored token: id, logprob."""
+# Bytes of a token that the trainer records, also with its own logprob.
 _RECORDED = 12
-"""Bytes of a token that the trainer records, also with its own logprob."""
 _LOGS = 200 << 20
 _NETWORK = ("nfs", "nfs4", "cifs", "smb3", "smbfs", "9p", "ceph", "lustre", "glusterfs", "virtiofs")
 

@@ -39,9 +39,9 @@ from jobgroup.local.placement import Placement, choose_addresses, gpus_of_machin
 from jobgroup.local.runner import Runner
 from jobgroup.spec import JobGroup, Task, assignments, seconds
 
+# Interpreter in the YAMLs, made by `jobgroup/setup.sh`; this Python replaces it in a folder that
+# lacks it.
 _PYTHON = ".venv/bin/python"
-"""Interpreter in the YAMLs, made by `jobgroup/setup.sh`; this Python replaces it in a folder that
-lacks it."""
 
 
 _EPILOG = """\
@@ -58,8 +58,8 @@ python -m trainer --help lists the settings: section.name is the variable RLHF_S
 """
 _FILES = 8192
 _TOKEN_FILE = "api_token"  # noqa: S105
+# Matches the command of a task whose process reads our settings.
 _OURS = re.compile(r"-m (trainer|services)\b")
-"""Matches the command of a task whose process reads our settings."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -17,8 +17,8 @@ from jobgroup.spec import Task
 State = Literal["PENDING", "RUNNING", "SUCCEEDED", "FAILED", "CANCELLED", "STOPPED"]
 """`STOPPED`: ended after the primary tasks have succeeded, as every service is; SkyPilot calls it
 CANCELLED."""
+# Seconds that a node which failed by itself has to end, after one that only followed it.
 _CAUSE_S = 10.0
-"""Seconds that a node which failed by itself has to end, after one that only followed it."""
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 

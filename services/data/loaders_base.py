@@ -18,8 +18,8 @@ HELD_OUT = 0.1
 """Share of a single file that is held out for evaluation."""
 MapRow = Callable[[dict[str, Any]], Mapping[str, Any] | None]
 """Maps the columns of a row to the columns to read, or to None to leave the row out."""
+# The part of a single file for each split; ids contain the name of the part.
 _PARTS = {"train": "train", "test": "eval", "eval": "eval", "all": "all"}
-"""The part of a single file for each split; ids contain the name of the part."""
 
 
 @dataclass

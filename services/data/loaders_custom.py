@@ -20,8 +20,8 @@ from services.data.rows import (
     text_of,
 )
 
+# Column with the tests of a program: such a row needs no answer.
 _TESTS = "test_cases"
-"""Column with the tests of a program: such a row needs no answer."""
 
 
 @dataclass

@@ -21,6 +21,7 @@ Row = tuple[str, dict[str, Any]]
 MAX_TEXT_CHARS = 1_000_000
 MAX_ID_CHARS = 512
 _REPAIR = "repair the row, or remove it"
+# Roles of chats in other formats, and what they are called here.
 _ROLES_ELSEWHERE = {
     "human": "user",
     "gpt": "assistant",
@@ -28,7 +29,6 @@ _ROLES_ELSEWHERE = {
     "bot": "assistant",
     "model": "assistant",
 }
-"""Roles of chats in other formats, and what they are called here."""
 _LETTERS = {"system": "s", "user": "u", "assistant": "a", "tool": "t"}
 _CHAT_AS_TEXT = re.compile(r"""\s*\[\s*\{\s*["'](?:role|content)["'].*\}\s*\]\s*""", re.DOTALL)
 _GROUPED = re.compile(r"[-+]?\$?\d{1,3}(?:[, ]\d{3})+(?:\.\d+)?")

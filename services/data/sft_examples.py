@@ -30,8 +30,8 @@ from services.data.rows import (
     text_of,
 )
 
+# The column with the tools of a chat, by the name that chat templates and TRL give it.
 _TOOLS = "tools"
-"""The column with the tools of a chat, by the name that chat templates and TRL give it."""
 Message = Json
 
 

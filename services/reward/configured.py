@@ -31,8 +31,8 @@ _CHECK_S = 300.0
 _MODEL_START_S = 600.0  # without progress: a large model is downloaded first
 _MODEL_CALL_S = 120.0
 _HANDLER = "services.reward.functions.handler"
+# Entries whose functions do not run in the shared workers.
 _ELSEWHERE = (MathReward, CodeReward, JudgeReward, ModelReward)
-"""Entries whose functions do not run in the shared workers."""
 _TEXT_FUNCTIONS = {
     FormatReward: "FormatRewardFunction",
     LengthReward: "LengthPenaltyFunction",

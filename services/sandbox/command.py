@@ -17,8 +17,8 @@ from typing import Any
 
 from common.errors import ConfigError
 
+# Modules for the process inside the sandbox, which cannot read files.
 _MODULES = ("meter", "values")
-"""Modules for the process inside the sandbox, which cannot read files."""
 _MODULES_FOR_TESTS = (
     "library_values", "program", "pytest_names", "suite", "program_names", "remote"
 )  # fmt: skip
@@ -62,21 +62,21 @@ _FORBIDDEN = (
     "quotactl syslog personality settimeofday clock_settime clock_adjtime adjtimex sethostname "
     "setdomainname vhangup iopl ioperm"
 )
+# It takes its flags from memory, which a filter cannot read. If the kernel seems to lack it, the C
+# library uses clone.
 _MISSING = "clone3"
-"""It takes its flags from memory, which a filter cannot read. If the kernel seems to lack it, the C
-library uses clone."""
 _FORBIDDEN_TO_PROGRAMS = (
     # further processes, and memory that no limit of a process counts
     "fork vfork memfd_create "
     # priorities: a program that waits for its turn for ever would look like a busy machine
     "setpriority ioprio_set sched_setscheduler sched_setparam sched_setattr"
 )
+# The program of a bare Python, which makes its modules from text.
 _LOADER = """\
 import sys, types
 for name, source in {sources!r}.items():
     module = sys.modules[name] = types.ModuleType(name)
     exec(compile(source, name, 'exec'), module.__dict__)"""
-"""The program of a bare Python, which makes its modules from text."""
 _INSPECTION = (
     "import json, pkgutil, sys; "
     "names = {module.name for module in pkgutil.iter_modules()}.union(sys.builtin_module_names); "
@@ -85,8 +85,8 @@ _INSPECTION = (
 )
 
 
+# A system call, and the condition on one of its arguments; None: it is denied in any case.
 _Rule = tuple[str, Any]
-"""A system call, and the condition on one of its arguments; None: it is denied in any case."""
 
 
 @dataclass(frozen=True)

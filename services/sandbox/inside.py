@@ -47,8 +47,8 @@ _CHUNK = 1 << 16
 _RESULT_FD = 3
 _CHANNEL_IN = 4
 _CHANNEL_OUT = 5
+# Time between two looks at the processes of a case.
 _LOOK_S = 0.05
-"""Time between two looks at the processes of a case."""
 
 
 def _prctl(*arguments: int) -> None:

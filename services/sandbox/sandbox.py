@@ -41,12 +41,12 @@ _TRIES = 3
 _START_S = 20.0
 _SLACK_S = 5.0
 _END_S = 10.0
+# Time for all cases of a program, as a multiple of the timeout of one case.
 _TOTAL_TIMEOUTS = 5
-"""Time for all cases of a program, as a multiple of the timeout of one case."""
 _THREADS = 64
 _STDERR_BYTES = 4096
+# User of the first slot when the server runs as root, in a range that no distribution assigns.
 _FIRST_UID = 60_600
-"""User of the first slot when the server runs as root, in a range that no distribution assigns."""
 
 
 class SandboxFault(Exception):

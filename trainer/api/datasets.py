@@ -25,10 +25,10 @@ from services.reward.functions.plain import FunctionLog, PlainFunction, numbered
 _PROMPT_COLUMNS = ("prompt", "question")
 _ANSWER_COLUMNS = ("ground_truth", "answer")
 _ROLES = ("system", "user", "assistant")
+# Arguments of a reward function that are not columns.
 _ARGUMENTS = frozenset(
     ("prompts", "completions", "completion_ids", "trainer_state", "log_metric", "log_extra")
 )
-"""Arguments of a reward function that are not columns."""
 
 
 def as_prompts(dataset: Any, field: str, at_most: int | None = None) -> list[Prompt]:

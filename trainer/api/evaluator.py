@@ -32,8 +32,8 @@ from trainer.observe.run_dir import progress_bar
 from trainer.policy.trained_prompts import TrainedPrompts
 
 _log = logging.getLogger(__name__)
+# Settings that an evaluation reads besides those of `sampling`.
 _READ = ("data.prompt_template", "model.chat_template", "model.trust_remote_code")
-"""Settings that an evaluation reads besides those of `sampling`."""
 
 
 class ModelEvaluator:

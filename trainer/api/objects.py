@@ -159,6 +159,7 @@ def optimizer_settings(optimizers: Any) -> dict[str, Any]:
 
 
 _READ = ("r", "lora_alpha", "lora_dropout", "target_modules", "use_rslora")
+# Fields of LoraConfig that do not affect the adapter.
 _FREE = (
     "auto_mapping",
     "peft_version",
@@ -169,13 +170,12 @@ _FREE = (
     "qalora_group_size",
     "runtime_config",
 )
-"""Fields of LoraConfig that do not affect the adapter."""
+# Values of other fields that are what an adapter is here.
 _CHOICES: dict[str, Any] = {
     "peft_type": ("LORA",),
     "task_type": (None, "CAUSAL_LM"),
     "init_lora_weights": (True,),
 }
-"""Values of other fields that are what an adapter is here."""
 
 
 def lora_settings(config: Any, model: Any) -> dict[str, Any]:

@@ -48,8 +48,8 @@ if TYPE_CHECKING:
 
     from trainer.backends.in_process import Problems
 
+# Content of a checkpoint besides the model.
 _NOT_THE_MODEL = ("trainer_state.json", "state", "critic", "reference")
-"""Content of a checkpoint besides the model."""
 
 
 @dataclass(frozen=True)
@@ -185,10 +185,10 @@ class OnlineRLTrainer:
         self._train_dataset = train_dataset
         self._rounds = 0
         self._checkpoint: Path | None = None
+        # Content of the run's `config.json` after `train`.
         self._settings: Json | None = None
-        """Content of the run's `config.json` after `train`."""
+        # The model that `model` loaded, after its checkpoint.
         self._loaded: tuple[Path | None, Any] | None = None
-        """The model that `model` loaded, after its checkpoint."""
         self._is_made = True
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -262,8 +262,8 @@ class OnlineRLTrainer:
         rewards = as_rewards(_required(reward_fn, "reward_fn"), self._callbacks)
         self._weights = weights_of(rewards, self.config.reward_weights)
         self._rewards = rewards
+        # The functions that are tried at the start of a run.
         self._tried: Sequence[Any] = rewards
-        """The functions that are tried at the start of a run."""
         if takes_environments(reward_fn):
             self._tried = [EnvironmentReward()]
         # A list that is changed later would have no effect.

@@ -33,8 +33,8 @@ from common.settings.lr_schedules import LrSchedule
 from trainer.api.refusals import Refusals
 from trainer.api.trl import ARGUMENTS, LOSSES, READ_AS, translated, with_present_names
 
+# Settings that the trainer decides for every run.
 _SET_BY_TRAINER = ("state_dir", "evaluation.samples", "checkpoint.resume")
-"""Settings that the trainer decides for every run."""
 OWN_SGLANG = (
     "engine_python",
     "engine_args",
@@ -46,8 +46,8 @@ OWN_SGLANG = (
 """Settings of `rollout` for an SGLang that the trainer starts."""
 OWN_NAMES = "own names"
 """The context of a validation in which no name is TRL's."""
+# Defaults that differ from the system's.
 _DEFAULTS: dict[str, Any] = {"evaluation.pass_samples": 0, "limits.max_failed_groups": 8}
-"""Defaults that differ from the system's."""
 
 
 @dataclass(frozen=True)

@@ -22,8 +22,8 @@ from common.wire.schemas import Prompt
 from services.data.loaders import loader_of
 from trainer.api.refusals import with_names
 
+# An item of `TrainerConfig.settings`, which is an argument of `--set`.
 _SETTING = re.compile(r'settings\["(.+)"\]')
-"""An item of `TrainerConfig.settings`, which is an argument of `--set`."""
 DATASETS = (
     "gsm8k or math (from the Hugging Face hub), tiny (generated on the spot), or the path of a "
     "file or directory"

@@ -35,10 +35,11 @@ A comparison is paired: both models answer the same problems, and only those on 
 count. When the
 interval does not contain 0, the difference is more than chance.
 """
+# Seconds to wait for a connection to the server.
 _CONNECT_S = 4.0
-"""Seconds to wait for a connection to the server."""
+# Problems that are shown of those that only one model has right.
 _SHOWN = 10
-"""Problems that are shown of those that only one model has right."""
+# The argument for each name that the Python API and the loaders use.
 _ARGUMENTS = {
     "model": "--model",
     "api_key": "--api-key-env",
@@ -53,13 +54,12 @@ _ARGUMENTS = {
     "model.name": "--model",
     "device": "--device",
 }
-"""The argument for each name that the Python API and the loaders use."""
+# Settings that an evaluation reads besides those of the data.
 _READ = ("sampling.", "model.chat_template", "model.trust_remote_code")
-"""Settings that an evaluation reads besides those of the data."""
 
 
+# Problems that are answered when their number is not given.
 _AT_MOST = 50
-"""Problems that are answered when their number is not given."""
 
 
 def parser() -> CommandParser:

@@ -25,17 +25,17 @@ examples:
   rlhf report runs/my-run                    # writes runs/my-run/report.html
   rlhf report runs/my-run --output mine.html
 """
+# JavaScript modules of the page, each after those it imports.
 _MODULES = ("dom", "address", "data", "charts", "runs", "overview", "settings", "report")
-"""JavaScript modules of the page, each after those it imports."""
+# Points of a chart, which keep a report below 1 MB whatever the length of the run.
 _POINTS = 300
-"""Points of a chart, which keep a report below 1 MB whatever the length of the run."""
 _SHOWN_ANSWERS = 6
 _SHOWN_SAMPLES = 4
+# Number of groups of the newest step from which samples are chosen.
 _LOOKED_AT = 16
-"""Number of groups of the newest step from which samples are chosen."""
 _SHOWN_NOTES = 200
+# Characters shown of a model's text; the run directory has the rest.
 _SHOWN_CHARS = 4000
-"""Characters shown of a model's text; the run directory has the rest."""
 _PAGE = """<!doctype html>
 <html lang="en">
 <head>

@@ -53,11 +53,12 @@ _FLAGS = {
     "trainer_type": "--trainer",
     "ref_model_name_or_path": "--ref-model",
 }
+# Fields that have other arguments, concern several reward functions, or are secret.
 _NOT_HERE = ("settings", "verbose", "reward_weights", "generation_kwargs", "hub_token")
-"""Fields that have other arguments, concern several reward functions, or are secret."""
 _FIELDS = {
     name: field for name, field in TrainerConfig.model_fields.items() if name not in _NOT_HERE
 }
+# The argument for each name that the Python API and the loaders use.
 _ARGUMENTS = {
     **{name: f"--{name.replace('_', '-')}" for name in _FIELDS},
     **_FLAGS,
@@ -67,7 +68,6 @@ _ARGUMENTS = {
     "data.source": "--dataset",
     "data.num_samples": "--num-samples",
 }
-"""The argument for each name that the Python API and the loaders use."""
 
 
 def parser() -> CommandParser:

@@ -36,8 +36,8 @@ from trainer.policy.scorer import load_model, load_tokenizer, quiet
 from trainer.rollouts.requests import GeneratedAnswer, sampling_seed
 
 _C = TypeVar("_C", bound=GeneratingClient)
+# Time limit for a server's first response.
 _FIRST_ANSWER_S = 15.0
-"""Time limit for a server's first response."""
 
 
 class ChatGenerator:

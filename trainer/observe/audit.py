@@ -37,8 +37,8 @@ from trainer.policy.critic import ValueFunction
 from trainer.policy.policy import Policy, PolicyUpdate
 from trainer.rollouts.requests import sampling_seed
 
+# The packages that compute what is compared.
 _PACKAGES = ("torch", "transformers", "tokenizers", "numpy", "safetensors", "peft")
-"""The packages that compute what is compared."""
 Given = Literal["prompts", "rewards", "environment"]
 """What a caller of the Python API may give in the place of settings."""
 

@@ -227,13 +227,13 @@ _DIES = {
     "environment-server": ENVIRONMENT_DIES,
     "rollout-server": NODE_DIES,
 }
+# The other services share `SERVICE_HANGS`.
 _HANGS = {
     "environment-server": ENVIRONMENT_DIES,
     "rollout-server": AGENT_HANGS,
     "router": ENGINE_HANGS,
     "engine": ENGINE_HANGS,
 }
-"""The other services share `SERVICE_HANGS`."""
 _BY_PROBLEM: dict[str, Fault] = {
     "unknown_name": UNKNOWN_NAME,
     "unauthorized": WRONG_TOKEN,

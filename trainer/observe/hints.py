@@ -26,18 +26,18 @@ WINDOW = 10
 """Number of latest steps that hints consider."""
 FIRST = 5
 """Number of first steps whose numbers are the baseline."""
+# Smallest rise of a mean that counts as one.
 _RISE = HINTS["reward_hacking"].also["rise of the reward"]
-"""Smallest rise of a mean that counts as one."""
+# The first row of each hint. Its limits hold for all cases but `policy_breaks, rate`, whose limit
+# `_policy_breaks` reads itself.
 _ROWS: dict[str, Notice] = {}
-"""The first row of each hint. Its limits hold for all cases but `policy_breaks, rate`, whose limit
-`_policy_breaks` reads itself."""
 for _name, _row in HINTS.items():
     _ROWS.setdefault(_name.partition(",")[0], _row)
 Line = Mapping[str, Any]
 """A line of `metrics.jsonl`: the metrics of a step."""
+# The numbers that a hint's sentence names, with `row` for a hint of several rows; None when all is
+# well.
 _Measured = dict[str, Any] | None
-"""The numbers that a hint's sentence names, with `row` for a hint of several rows; None when all is
-well."""
 
 
 def remember(history: MutableSequence[Line], line: Line) -> None:
@@ -77,8 +77,8 @@ class _Steps:
         self.trained = [step for step in self.last if step.get("update.trained_tokens") != 0]
         """The last steps whose update trained on a token. When all groups have equal rewards, an
         update measures no entropy."""
+        # The step before the last ones; empty without one.
         self._before = steps[-WINDOW - 1] if len(steps) > WINDOW else {}
-        """The step before the last ones; empty without one."""
         self.groups = len(self.last) * config.trainer.batch_size
         # The mean accuracy; None when the rewards are not verdicts.
         is_known = all("accuracy" in step for step in self.last)
@@ -368,6 +368,7 @@ def _lost_episodes(steps: _Steps, row: Notice) -> _Measured:
     return {"row": case, "count": count, "share": share} if share >= row.limit else None
 
 
+# The function that measures each hint; `_share_of_row` measures the others.
 _MEASURES: dict[str, Callable[[_Steps, Notice], _Measured]] = {
     "policy_breaks": _policy_breaks,
     "zero_variance_groups": _zero_variance_groups,
@@ -385,4 +386,3 @@ _MEASURES: dict[str, Callable[[_Steps, Notice], _Measured]] = {
     "half_full_passes": _half_full_passes,
     "lost_episodes": _lost_episodes,
 }
-"""The function that measures each hint; `_share_of_row` measures the others."""

@@ -50,8 +50,8 @@ ATTEMPTS = "attempts.jsonl"
 AUDIT = "audit.jsonl"
 WHY = "why.json"
 """What `rlhf why` found last."""
+# Settings that each run has its own value of, and that do not affect training.
 _OF_EACH_RUN = frozenset({"state_dir", "trainer.run_dir", "trackers.run_name"})
-"""Settings that each run has its own value of, and that do not affect training."""
 DETAILS = frozenset(
     {"kept_tokens", "kept_counts", "routed_experts", "barred", "prompt_routed_experts"}
 )
@@ -59,8 +59,8 @@ DETAILS = frozenset(
 of a group of 16 answers of 8,192 tokens are 50 million numbers."""
 STEP_FILES = ("metrics", "groups", "samples")
 """The files with a line for each step of every run."""
+# Steps until the same alarm or hint is logged again; `metrics.jsonl` has every occurrence.
 _AGAIN_AFTER = 20
-"""Steps until the same alarm or hint is logged again; `metrics.jsonl` has every occurrence."""
 
 
 class Recorder:

@@ -153,8 +153,8 @@ class Batches:
         self._size = size
         self._seed = seed
         self._epoch = -1
+        # Order of the examples in this epoch.
         self._order = np.zeros(0, np.int64)
-        """Order of the examples in this epoch."""
 
     def __len__(self) -> int:
         """Returns the number of examples in an epoch."""

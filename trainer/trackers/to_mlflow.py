@@ -10,8 +10,8 @@ from trainer.trackers.base import Cell, RunInfo
 
 _TAG = "rlhf.run"
 _MAX_VALUE = 5000
+# Maximum number of parameters in one call.
 _MAX_BATCH = 100
-"""Maximum number of parameters in one call."""
 
 
 class MlflowTracker:

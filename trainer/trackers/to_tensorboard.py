@@ -8,8 +8,8 @@ from torch.utils.tensorboard import SummaryWriter
 
 from trainer.trackers.base import Cell, RunInfo
 
+# Characters of a text that a cell of a Markdown table cannot have as they are.
 _MARKDOWN = str.maketrans({"\\": "\\\\", "|": "\\|", "<": "&lt;", "\n": "<br>"})
-"""Characters of a text that a cell of a Markdown table cannot have as they are."""
 
 
 class TensorBoardTracker:

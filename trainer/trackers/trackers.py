@@ -17,17 +17,17 @@ from trainer.evaluation.evaluation import Answer
 from trainer.trackers.base import Cell, RunInfo, check, numbers
 from trainer.trackers.thread import TrackerThread
 
+# Time to flush when the run ends; what is left is lost and reported.
 _FLUSH_S = 60.0
-"""Time to flush when the run ends; what is left is lost and reported."""
+# Time to flush when the run is interrupted.
 _INTERRUPTED_S = 5.0
-"""Time to flush when the run is interrupted."""
+# Default environment variables that switch off the libraries' telemetry.
 _NO_TELEMETRY = {
     "WANDB_ERROR_REPORTING": "false",
     "MLFLOW_DISABLE_TELEMETRY": "true",
     "HF_HUB_DISABLE_TELEMETRY": "1",
     "GRADIO_ANALYTICS_ENABLED": "False",
 }
-"""Default environment variables that switch off the libraries' telemetry."""
 SAMPLE_EVERY = 10
 """Steps between sample tables, each with the completions of one group."""
 _MAX_TEXT = 4000

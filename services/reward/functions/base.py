@@ -15,11 +15,11 @@ from common.wire.schemas import RewardStatus
 
 _MAX_REASON_CHARS = 500
 _MAX_FRAMES = 8
+# Folders with the frames between a reward function of a user and its caller.
 _OURS = (
     Path(__file__).resolve().parents[1],
     Path(daemon_threads.__file__).resolve().parent,
 )
-"""Folders with the frames between a reward function of a user and its caller."""
 _LARGEST = 3e38  # of a float32, in which the trainer computes
 # `{"role": …, "content": …}`
 Message = dict[str, str]
