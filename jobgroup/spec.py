@@ -19,6 +19,8 @@ from common.settings import config
 from common.settings.explain import explained
 from common.settings.sources import read_yaml_documents, yaml_problem
 
+Env = Mapping[str, str]
+"""Variables of an environment."""
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _M = TypeVar("_M", bound=BaseModel)
@@ -34,7 +36,7 @@ class Task:
     workdir: Path
     setup: str | None
     run: str
-    env: Mapping[str, str]
+    env: Env
     """`envs` and `secrets` with their overrides."""
     gpus: int
     """GPUs that one node requests."""
@@ -55,7 +57,7 @@ class Task:
         env = {name: value for name, value in self.env.items() if name not in self.on_volumes}
         return replace(self, env=env)
 
-    def settings(self, env: Mapping[str, str]) -> config.Config:
+    def settings(self, env: Env) -> config.Config:
         """Returns the settings of the task's processes in the environment `env`. Raises
         ConfigError.
 
@@ -126,8 +128,8 @@ class _TaskDocument(_Document):
 
 def load(
     path: Path,
-    env: Mapping[str, str] = _NOTHING,
-    secrets: Mapping[str, str] = _NOTHING,
+    env: Env = _NOTHING,
+    secrets: Env = _NOTHING,
     num_nodes: Mapping[str, int] = _NOTHING,
 ) -> JobGroup:
     """Reads a job group; `env`, `secrets` (both for every task) and `num_nodes` (by task) override
@@ -221,8 +223,12 @@ def assignments(texts: Iterable[str], option: str) -> dict[str, str]:
 
 def no_job_group(path: Path, message: str) -> ConfigError:
     """Returns the error for a file that is no YAML of a job group."""
-    remedy = "name the YAML of a job group, such as jobgroup/rlhf-math-jobgroup.yaml"
-    return ConfigError(message, field="YAML", value=str(path), remedy=remedy)
+    return ConfigError(
+        message,
+        field="YAML",
+        value=str(path),
+        remedy="name the YAML of a job group, such as jobgroup/rlhf-math-jobgroup.yaml",
+    )
 
 
 def _documents(path: Path) -> list[Json]:
@@ -286,10 +292,10 @@ def _check_names(head: _Header, names: list[str]) -> None:
 def _task(
     task: _TaskDocument,
     head: _Header,
-    env: Mapping[str, str],
+    env: Env,
     *,
     num_nodes: int,
-    overrides: Mapping[str, str],
+    overrides: Env,
 ) -> Task:
     delay = head.termination_delay
     if isinstance(delay, dict):
@@ -315,7 +321,7 @@ def _task(
     )
 
 
-def _on_volumes(task: _TaskDocument, overrides: Mapping[str, str]) -> tuple[str, ...]:
+def _on_volumes(task: _TaskDocument, overrides: Env) -> tuple[str, ...]:
     """Returns the variables whose value in the YAML is a folder on one of the task's volumes."""
     names = []
     for key, value in task.envs.items():
@@ -326,9 +332,7 @@ def _on_volumes(task: _TaskDocument, overrides: Mapping[str, str]) -> tuple[str,
     return tuple(names)
 
 
-def _environment(
-    task: _TaskDocument, env: Mapping[str, str], secrets: Mapping[str, str]
-) -> dict[str, str]:
+def _environment(task: _TaskDocument, env: Env, secrets: Env) -> dict[str, str]:
     """Returns the variables of a task, literally. An empty secret comes from `--secret`, `--env` or
     this environment.
     """

@@ -18,7 +18,7 @@ from common.errors import ConfigError
 from common.models.memory import ModelShape, state_bytes
 from common.process.topology import DATA, REPLAY, ROLLOUT, TRAINER
 from jobgroup.doctor.plan import Plan, PlannedTask
-from jobgroup.doctor.report import Result, expect, fits, gb
+from jobgroup.doctor.report import Result, Results, expect, fits, gb
 
 # Weight versions on disk at the trainer: two kept, one arriving.
 _VERSIONS = 3
@@ -93,7 +93,7 @@ def _trainer_sizes(job: PlannedTask, shape: ModelShape | None) -> dict[str, int]
     }
 
 
-def check_disk(plan: Plan) -> Iterator[Result]:
+def check_disk(plan: Plan) -> Results:
     """Yields a line per folder, then one per disk."""
     wanted = list(needs(plan))
     databases = [job.path(job.config.state_dir) for job in plan.here if job.name in (DATA, REPLAY)]
@@ -133,7 +133,7 @@ def check_folder(folder: Path, sqlite: bool = False) -> Result:
     return expect(title, seconds <= 1, found, fix, otherwise="warn")
 
 
-def check_room(wanted: Sequence[Need], running: bool = False) -> Iterator[Result]:
+def check_room(wanted: Sequence[Need], running: bool = False) -> Results:
     """Compares the space needed on each disk with its free space. A running group has already
     written some of it.
     """

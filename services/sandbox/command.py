@@ -12,6 +12,7 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from functools import cache
+from itertools import product, starmap
 from pathlib import Path
 from typing import Any
 
@@ -119,12 +120,7 @@ class Variant:
     any case."""
 
 
-VARIANTS = (
-    Variant(proc=True, disable_userns=True),
-    Variant(proc=True, disable_userns=False),
-    Variant(proc=False, disable_userns=True),
-    Variant(proc=False, disable_userns=False),
-)
+VARIANTS = tuple(starmap(Variant, product((True, False), repeat=2)))
 """Best first."""
 
 
@@ -227,10 +223,8 @@ def base_filter(internet: bool = False) -> bytes:
         return seccomp.Arg(argument, seccomp.MASKED_EQ, mask, value)
 
     rules: list[_Rule] = [(name, None) for name in _FORBIDDEN.split()]
-    for bit in range(32):
-        flag = 1 << bit
-        if _CLONE_NEW & flag:
-            rules.append(("clone", equals(0, flag, mask=flag)))
+    flags = [1 << bit for bit in range(32) if _CLONE_NEW >> bit & 1]
+    rules += [("clone", equals(0, flag, mask=flag)) for flag in flags]
     if internet:
         allowed = (_AF_UNIX, socket.AF_INET, socket.AF_INET6)
         denied = [family for family in range(max(allowed)) if family not in allowed]
@@ -262,8 +256,10 @@ def _seccomp() -> Any:
     try:
         import pyseccomp
     except (ImportError, OSError, RuntimeError) as error:
-        remedy = "apt-get install libseccomp2 and pip install 'rlhf-math[services]'"
-        raise unavailable(f"pyseccomp does not work: {error}", remedy) from None
+        raise unavailable(
+            f"pyseccomp does not work: {error}",
+            "apt-get install libseccomp2 and pip install 'rlhf-math[services]'",
+        ) from None
     return pyseccomp
 
 

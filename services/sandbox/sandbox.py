@@ -16,6 +16,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from common import Json
 from common.errors import InvalidInput
 from services.sandbox.cases import Case, CaseResult
 from services.sandbox.command import (
@@ -206,7 +207,7 @@ class Sandbox:
 
         return results + [CaseResult("skipped")] * (len(cases) - len(results))
 
-    def _job(self, source: str, cases: Sequence[Case], total_s: float) -> dict[str, Any]:
+    def _job(self, source: str, cases: Sequence[Case], total_s: float) -> Json:
         """Returns what the sandbox gets to do: no expected value, and no test before its turn."""
         compiled = threads_only_filter() if self.kind == "bubblewrap" else b""
         return {

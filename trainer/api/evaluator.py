@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from types import MappingProxyType
@@ -23,7 +23,7 @@ from learning.device import DeviceKind
 from services.reward.app import create_reward_app
 from services.reward.functions import RewardFunction
 from trainer.api.datasets import as_prompts, as_rewards, weights_of
-from trainer.api.refusals import with_names
+from trainer.api.refusals import Given, with_names
 from trainer.evaluation.evaluator import graded_answers
 from trainer.evaluation.generation import Generator, together
 from trainer.evaluation.generators import local_generator, openai_generator, sglang_generator
@@ -82,7 +82,7 @@ class ModelEvaluator:
         model_id: str | None = None,
         api_key: str | None = None,
         progress: bool = True,
-        settings: Mapping[str, Any] = MappingProxyType({}),
+        settings: Given = MappingProxyType({}),
     ) -> None:
         self.model = str(model)
         self._served = self.model.startswith(("http://", "https://"))
@@ -211,7 +211,7 @@ class ModelEvaluator:
         )
 
 
-def _config(own: Mapping[str, Any], settings: Mapping[str, Any]) -> Config:
+def _config(own: Given, settings: Given) -> Config:
     """Returns the settings of an evaluation. Raises ConfigError for a setting that is wrong or not
     read.
     """
@@ -245,7 +245,7 @@ def _sampling_as_in_training(config: Config) -> Config:
     return config.model_copy(update={"evaluation": bounds})
 
 
-def _refuse_unsent(config: Config, settings: Mapping[str, Any]) -> None:
+def _refuse_unsent(config: Config, settings: Given) -> None:
     """Raises ConfigError for settings that cannot be sent to a server that makes the prompts
     itself.
     """

@@ -36,12 +36,13 @@ from trainer.api.episodes import (
 from trainer.api.hub import push, write_card
 from trainer.api.objects import CallerModel, optimizer_settings
 from trainer.api.output import check_newest, check_output, remove_run
-from trainer.api.refusals import Refusals, with_names
+from trainer.api.refusals import Names, Refusals, with_names
 from trainer.api.settings import TrainerConfig
 from trainer.api.trial import try_functions
 from trainer.evaluation.results import EvaluationResults
 from trainer.observe.run_dir import console, read_lines, read_settings
 from trainer.policy.export import MODEL_FILES, export
+from trainer.trackers.base import Numbers
 
 if TYPE_CHECKING:
     from transformers.trainer_callback import TrainerState
@@ -58,7 +59,7 @@ class TrainResult:
 
     global_step: int
     """Steps of the run, including those of earlier calls."""
-    metrics: dict[str, float]
+    metrics: Numbers
     """`reward`, `accuracy`, `completion_tokens`, `loss` and `kl` of the last step; `eval_accuracy`
     with evaluation data.
 
@@ -111,7 +112,7 @@ class OnlineRLTrainer:
 
     _refusals: Refusals | None = None
     """What a subclass has refused already."""
-    _arguments: ClassVar[Mapping[str, str]] = MappingProxyType({})
+    _arguments: ClassVar[Names] = MappingProxyType({})
     """A subclass's own names of the arguments below, for errors."""
     _is_made = False
     _began = False
@@ -140,7 +141,7 @@ class OnlineRLTrainer:
         self._output_dir = config.output_dir or Path("outputs") / name
         self._environment: Environment | None = None
         self._has_factory = environment_factory is not None
-        changes: dict[str, Any] = {}
+        changes: Json = {}
         with refusals.collected():
             _check_alone()
         settings = config.settings
@@ -615,11 +616,11 @@ class OnlineRLTrainer:
         )
 
 
-def by_data_set(answers: Sequence[Json], names: Iterable[str]) -> dict[str, float]:
+def by_data_set(answers: Sequence[Json], names: Iterable[str]) -> Numbers:
     """Returns `eval_NAME_reward`, and `eval_NAME_accuracy` if rewards are verdicts, for each data
     set in `names`.
     """
-    means: dict[str, float] = {}
+    means: Numbers = {}
     for name in names:
         own = [answer for answer in answers if answer["prompt_id"].startswith(f"{name}/")]
         for figure, key in (("reward", "reward"), ("accuracy", "correct")):

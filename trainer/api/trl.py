@@ -11,12 +11,13 @@ from typing import Any
 
 from pydantic.fields import FieldInfo
 
+from common import Json
 from common.errors import ConfigError, shorten
 from common.settings.algorithm import RECIPES
-from trainer.api.refusals import Refusals
+from trainer.api.refusals import Given, Names, Refusals
 from trainer.trackers.base import LIBRARIES
 
-Values = dict[str, Any]
+Values = Json
 LOSSES: dict[str, Values] = {
     "grpo": {"aggregation": "sequence_mean_token_mean"},
     "bnpo": {"aggregation": "token_mean"},
@@ -60,7 +61,7 @@ class Unsupported(ValueError):
     """A value that this trainer cannot honour, with the reason."""
 
 
-def _rows(effect: Effect, names_by_reason: Mapping[str, str]) -> dict[str, Argument]:
+def _rows(effect: Effect, names_by_reason: Names) -> dict[str, Argument]:
     """Returns the rows of arguments without a field or setting."""
     return {
         name: Argument(remark=remark, accepted=_ACCEPTED.get(name, ()), effect=effect)
@@ -516,7 +517,7 @@ def check_trainer(given: Values, refusals: Refusals) -> None:
     _converted(given, TRAINER, refusals)
 
 
-def with_present_names(arguments: Mapping[str, Any]) -> Values:
+def with_present_names(arguments: Given) -> Values:
     """Returns arguments by TRL's present names."""
     given: Values = {}
     for name, value in arguments.items():
@@ -528,7 +529,7 @@ def with_present_names(arguments: Mapping[str, Any]) -> Values:
 
 
 def translated(
-    arguments: Mapping[str, Any],
+    arguments: Given,
     fields: Mapping[str, FieldInfo],
     betas: tuple[float, float],
     *,

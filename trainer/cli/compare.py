@@ -7,12 +7,12 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
-from typing import Any
 
 from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
+from common import Json
 from common.errors import ConfigError
 from common.process.cli import CommandParser, count, run
 from trainer.dashboard.run_list import RunList
@@ -111,8 +111,7 @@ def compare(runs: Sequence[RunReader], console: Console, step: int | None = None
         )
     console.print("runs", style="italic")
     for number, summary in enumerate(summaries, start=1):
-        line = f"{number:>4}  {summary.name}"
-        console.print(line, highlight=False, markup=False, soft_wrap=True)
+        console.print(f"{number:>4}  {summary.name}", highlight=False, markup=False, soft_wrap=True)
     console.print(_results(summaries, evaluations))
     different = _differing_settings(runs, summaries)
     if different:
@@ -138,7 +137,7 @@ def evaluated(run_dir: Path, step: int | None) -> Evaluated | None:
     return found
 
 
-def _answers(answers: object) -> Iterator[dict[str, Any]]:
+def _answers(answers: object) -> Iterator[Json]:
     for answer in answers if isinstance(answers, list) else []:
         if isinstance(answer, dict) and isinstance(answer.get("prompt_id"), str):
             yield answer

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
+from common import Json
 from common.errors import ConfigError, shorten
 from common.models.hub import check_model
 from common.process.cli import CommandParser, positive, run
@@ -164,7 +165,7 @@ def main(argv: list[str] | None = None) -> None:
         _compare(arguments)
 
 
-def _compare(arguments: dict[str, Any]) -> None:
+def _compare(arguments: Json) -> None:
     """Checks the arguments before anything heavy is imported, then evaluates."""
     output: Path | None = arguments["output_file"]
     if output is not None and (output.is_dir() or not output.parent.is_dir()):
@@ -183,7 +184,7 @@ def _compare(arguments: dict[str, Any]) -> None:
         print(f"{told}; --num-samples {len(found)} answers all", flush=True)
 
     first = _evaluate(arguments["model"], dataset, arguments)
-    report: dict[str, Any] = {**first}
+    report: Json = {**first}
     texts = [_summary(first)]
     if arguments["compare"]:
         from trainer.evaluation.results import compare_evaluations
@@ -199,7 +200,7 @@ def _compare(arguments: dict[str, Any]) -> None:
     print("\n\n".join(texts))
 
 
-def _check_models(arguments: dict[str, Any]) -> None:
+def _check_models(arguments: Json) -> None:
     """Checks that models and servers exist, and that nothing is given which needs a server."""
     models = {"--model": arguments["model"], "--compare": arguments["compare"]}
     given = {flag: model for flag, model in models.items() if model}
@@ -246,12 +247,12 @@ def _check_server(flag: str, url: str) -> None:
         ) from None
 
 
-def _read_settings(arguments: dict[str, Any]) -> DataSection:
+def _read_settings(arguments: Json) -> DataSection:
     """Returns the settings of the data, and leaves those of prompts and sampling in `arguments`.
     Raises ConfigError for any other setting or a wrong value.
     """
-    data: dict[str, Any] = {}
-    settings: dict[str, Any] = {}
+    data: Json = {}
+    settings: Json = {}
     for name, value in arguments.pop("set"):
         if name in _ARGUMENTS or not name.startswith(("data.", *_READ)):
             raise ConfigError(
@@ -271,13 +272,13 @@ def _read_settings(arguments: dict[str, Any]) -> DataSection:
     return section
 
 
-def _evaluate(model: str, dataset: list[Any], arguments: dict[str, Any]) -> "EvaluationResults":
+def _evaluate(model: str, dataset: list[Any], arguments: Json) -> "EvaluationResults":
     with heavy_imports():
         from services.reward.functions import MathRewardFunction
         from trainer.api.evaluator import ModelEvaluator
 
     same = ("system_prompt", "max_new_tokens", "temperature", "seed", "concurrency", "device")
-    of_server: dict[str, Any] = {}
+    of_server: Json = {}
     if _served(model):
         of_server = {
             "tokenizer": arguments["tokenizer"],

@@ -14,6 +14,7 @@ from common import Json
 from common.errors import ServiceError
 from common.process.cli import CommandParser, run
 from common.process.storage import storing
+from trainer.cli.commands import run_parser
 from trainer.dashboard.app import STATIC
 from trainer.dashboard.runs import RunReader
 from trainer.observe.group_files import read_group, recorded_steps
@@ -61,10 +62,7 @@ script-src 'unsafe-inline'; style-src 'unsafe-inline'">
 
 def parser() -> CommandParser:
     """Returns the command line."""
-    made = CommandParser("rlhf report", __doc__ or "", "RUN_DIR [--output FILE]", _EPILOG)
-    made.add_argument(
-        "run_dir", type=Path, metavar="RUN_DIR", help="directory of a run, finished or not"
-    )
+    made = run_parser("rlhf report", __doc__ or "", "RUN_DIR [--output FILE]", _EPILOG)
     made.add_argument(
         "--output", type=Path, metavar="FILE", help="where to write (default RUN_DIR/report.html)"
     )
@@ -185,8 +183,7 @@ def _answers(path: Path) -> list[Json]:
     newest = deque(lines, maxlen=1)
     before = _answers_by_prompt(first)
     after = _answers_by_prompt(newest[0] if newest else {})
-    changed: list[Json] = []
-    same: list[Json] = []
+    answers: list[Json] = []
     for prompt_id, old in before.items():
         if prompt_id not in after:
             continue
@@ -199,8 +196,9 @@ def _answers(path: Path) -> list[Json]:
             "after": _cut(str(new["response"])),
             "is_right": new["correct"],
         }
-        (same if old["correct"] == new["correct"] else changed).append(shown)
-    return [*changed, *same][:_SHOWN_ANSWERS]
+        answers.append(shown)
+    answers.sort(key=lambda shown: shown["was_right"] == shown["is_right"])
+    return answers[:_SHOWN_ANSWERS]
 
 
 def _answers_by_prompt(evaluation: Json) -> dict[str, Json]:

@@ -1,11 +1,10 @@
 """Trains a model on math problems in this process."""
 
 import shlex
-from collections.abc import Mapping
 from contextlib import closing
 from pathlib import Path
-from typing import Any
 
+from common import Json
 from common.errors import ConfigError
 from common.models.hub import check_model
 from common.process.cli import CommandParser, count, positive, run
@@ -13,6 +12,7 @@ from common.process.imports import heavy_imports
 from common.process.storage import make_directory
 from common.process.topology import refuse_cpu_build
 from trainer.api.output import check_output
+from trainer.api.refusals import Given
 from trainer.api.settings import TrainerConfig
 from trainer.cli.commands import (
     DATASETS,
@@ -125,10 +125,10 @@ def main(argv: list[str] | None = None) -> None:
         _train(arguments)
 
 
-def _train(arguments: dict[str, Any]) -> None:
+def _train(arguments: Json) -> None:
     """Checks the arguments before anything heavy is imported, then trains."""
-    settings: dict[str, Any] = {}
-    data_settings: dict[str, Any] = {}
+    settings: Json = {}
+    data_settings: Json = {}
     for name, value in dict(arguments["set"]).items():
         # The data is loaded here; only the curriculum and the template belong to the run.
         is_data = name.startswith("data.") and name != "data.curriculum"
@@ -189,7 +189,7 @@ def evaluation(
     config: TrainerConfig,
     saved: Path,
     dataset: str,
-    data_settings: Mapping[str, Any],
+    data_settings: Given,
     num_samples: int = 0,
 ) -> str:
     """Returns the command that evaluates the trained model on the first `num_samples` held-out

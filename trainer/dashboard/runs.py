@@ -225,8 +225,12 @@ class RunReader:
             row = self._columns.row(step)
             notes = self._columns.notes.get(step, [])
         if not row:
-            remedy = "see /dashboard/api/series"
-            raise NotFound("there is no such step", field="step", value=step, remedy=remedy)
+            raise NotFound(
+                "there is no such step",
+                field="step",
+                value=step,
+                remedy="see /dashboard/api/series",
+            )
         return {"step": step, "time": row.get("time"), "numbers": row, "notes": notes}
 
     def series(self, known: int = -1, points: int = 600, first: int = 0, last: int = 2**62) -> Json:

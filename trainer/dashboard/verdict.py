@@ -1,10 +1,11 @@
 """Judges from the rewards of a run whether it learns, in one sentence. Pure."""
 
 import math
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+from common import Json
 
 # Steps needed for a verdict.
 _FEWEST = 12
@@ -14,7 +15,7 @@ _SURE = 4.0
 _SOLVED = 0.95
 
 
-def verdict(reward: NDArray[np.float64], accuracy: NDArray[np.float64]) -> dict[str, Any]:
+def verdict(reward: NDArray[np.float64], accuracy: NDArray[np.float64]) -> Json:
     """Returns `level` (`good`, `warn`, `bad`, or `none` if too early) and `text`, from [steps]
     means, NaN for none.
 

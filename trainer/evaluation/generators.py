@@ -212,6 +212,7 @@ def _only_model(listed: Reply | None, url: str) -> str:
         message = "the server does not say which model it has"
         if ids:
             message = f"the server has the models {', '.join(ids)}"
-        remedy = "name one of its models (model_id)"
-        raise ConfigError(message, field="model_id", value=url, remedy=remedy)
+        raise ConfigError(
+            message, field="model_id", value=url, remedy="name one of its models (model_id)"
+        )
     return ids[0]

@@ -14,13 +14,13 @@ numbers that its sentence names, or None when all is well:
 import math
 import statistics
 from collections.abc import Callable, Mapping, MutableSequence, Sequence
-from typing import Any
 
+from common import Json
 from common.models.memory import answers_of_pass, full_pass
 from common.settings.config import Config
-from trainer.observe.catalogue import HINTS, NEVER_ENDS, Notice
+from trainer.observe.catalogue import HINTS, NEVER_ENDS, Notice, Texts
 from trainer.timing import STAGES, WAITING
-from trainer.trackers.base import numbers
+from trainer.trackers.base import Record, numbers
 
 WINDOW = 10
 """Number of latest steps that hints consider."""
@@ -33,14 +33,12 @@ _RISE = HINTS["reward_hacking"].also["rise of the reward"]
 _ROWS: dict[str, Notice] = {}
 for _name, _row in HINTS.items():
     _ROWS.setdefault(_name.partition(",")[0], _row)
-Line = Mapping[str, Any]
-"""A line of `metrics.jsonl`: the metrics of a step."""
 # The numbers that a hint's sentence names, with `row` for a hint of several rows; None when all is
 # well.
-_Measured = dict[str, Any] | None
+_Measured = Json | None
 
 
-def remember(history: MutableSequence[Line], line: Line) -> None:
+def remember(history: MutableSequence[Record], line: Record) -> None:
     """Appends a line of `metrics.jsonl`, and removes all but the first `FIRST` and the last
     `WINDOW` + 1.
     """
@@ -48,7 +46,7 @@ def remember(history: MutableSequence[Line], line: Line) -> None:
     del history[FIRST : max(FIRST, len(history) - WINDOW - 1)]
 
 
-def hints(history: Sequence[Line], config: Config) -> dict[str, str]:
+def hints(history: Sequence[Record], config: Config) -> Texts:
     """Returns hint texts by name, for a history kept by `remember`.
 
     A policy can break in one update, which is said at once; every other hint needs `WINDOW` steps,
@@ -69,7 +67,7 @@ def hints(history: Sequence[Line], config: Config) -> dict[str, str]:
 class _Steps:
     """Statistics of the last steps."""
 
-    def __init__(self, history: Sequence[Line], config: Config) -> None:
+    def __init__(self, history: Sequence[Record], config: Config) -> None:
         steps = list(map(numbers, history))
         self.config = config
         self.first = steps[:FIRST]

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from common import Json
 from common.process.security import SecretRedactor
 from trainer.trackers.base import RunInfo, load
 
@@ -47,7 +48,7 @@ class TrackerThread:
         self.lost = 0
         # Records so far; each ends as written or lost.
         self._received = 0
-        self._queue = queue.SimpleQueue[tuple[str, dict[str, Any]] | None]()
+        self._queue = queue.SimpleQueue[tuple[str, Json] | None]()
         self._lock = threading.Lock()
         self._closed = False
         self._reported = False

@@ -6,7 +6,7 @@ import time
 from mlflow import MlflowClient
 from mlflow.entities import Metric, Param
 
-from trainer.trackers.base import Cell, RunInfo
+from trainer.trackers.base import Cell, Numbers, RunInfo
 
 _TAG = "rlhf.run"
 _MAX_VALUE = 5000
@@ -43,7 +43,7 @@ class MlflowTracker:
         self._client = client
         self.where = f"{uri}, experiment {run.project}, run {self._id}"
 
-    def metrics(self, step: int, values: dict[str, float]) -> None:
+    def metrics(self, step: int, values: Numbers) -> None:
         now = int(time.time() * 1000)
         metrics = [Metric(name, value, now, step) for name, value in values.items()]
         self._client.log_batch(self._id, metrics)

@@ -11,6 +11,7 @@ from services.reward.functions.base import (
     DetailedRewardFunction,
     RewardFunction,
     Score,
+    Scores,
     own_copy,
 )
 
@@ -57,7 +58,7 @@ class CompositeRewardFunction(DetailedRewardFunction):
         self.bounds_itself = all(function.bounds_itself for function in functions)
         self.gives_verdicts = any(function.gives_verdicts for function in functions)
 
-    def scores(self, completions: Completions, **kwargs: Any) -> list[Score]:
+    def scores(self, completions: Completions, **kwargs: Any) -> Scores:
         """Returns the weighted sums with their components. Raises what a part raises."""
         parts: list[dict[str, Score]] = [{} for _ in completions]
         for function in self.functions:
