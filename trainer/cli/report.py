@@ -15,10 +15,10 @@ from common.errors import ServiceError
 from common.process.cli import CommandParser, run
 from common.process.storage import storing
 from trainer.cli.commands import run_parser
+from trainer.cli.compare import recorded_evaluations
 from trainer.dashboard.app import STATIC
 from trainer.dashboard.runs import RunReader
 from trainer.observe.group_files import read_group, recorded_steps
-from trainer.observe.jsonl import JsonlReader, parsed
 from trainer.observe.run_dir import check_run
 
 _EPILOG = """\
@@ -104,7 +104,7 @@ def report(shown: RunReader) -> str:
         "facts": shown.facts(),
         "series": series,
         "notes": shown.notes()[-_SHOWN_NOTES:],
-        "answers": _answers(shown.directory / "evaluations.jsonl"),
+        "answers": _answers(shown.directory),
         "samples": _samples(shown.directory),
         "problems": shown.problems,
     }
@@ -174,42 +174,31 @@ def _module(name: str) -> str:
     return re.sub(r"^export ", "", source, flags=re.MULTILINE)
 
 
-def _answers(path: Path) -> list[Json]:
+def _answers(run_dir: Path) -> list[Json]:
     """Returns answers of the first and the last evaluation to the same problems, those with a
     changed verdict first.
     """
-    lines = JsonlReader(path, parsed).read()
-    first = next(lines, {})
+    lines = recorded_evaluations(run_dir)
+    first = next(lines, None)
     newest = deque(lines, maxlen=1)
-    before = _answers_by_prompt(first)
-    after = _answers_by_prompt(newest[0] if newest else {})
+    if first is None or not newest:
+        return []
+    after = {answer.prompt_id: answer for answer in newest[0].answers}
     answers: list[Json] = []
-    for prompt_id, old in before.items():
-        if prompt_id not in after:
-            continue
-        new = after[prompt_id]
-        shown = {
-            "prompt": _cut(str(old["prompt"])),
-            "ground_truth": _cut(str(old["ground_truth"])),
-            "before": _cut(str(old["response"])),
-            "was_right": old["correct"],
-            "after": _cut(str(new["response"])),
-            "is_right": new["correct"],
-        }
-        answers.append(shown)
+    for old in first.answers:
+        new = after.get(old.prompt_id)
+        if new is not None:
+            shown = {
+                "prompt": _cut(old.prompt),
+                "ground_truth": _cut(old.ground_truth),
+                "before": _cut(old.response),
+                "was_right": old.correct,
+                "after": _cut(new.response),
+                "is_right": new.correct,
+            }
+            answers.append(shown)
     answers.sort(key=lambda shown: shown["was_right"] == shown["is_right"])
     return answers[:_SHOWN_ANSWERS]
-
-
-def _answers_by_prompt(evaluation: Json) -> dict[str, Json]:
-    """Returns the complete answers of an evaluation by the id of the prompt."""
-    fields = {"prompt_id", "prompt", "ground_truth", "response", "correct"}
-    answers = evaluation.get("answers")
-    found = {}
-    for answer in answers if isinstance(answers, list) else []:
-        if isinstance(answer, dict) and fields <= answer.keys():
-            found[answer["prompt_id"]] = answer
-    return found
 
 
 if __name__ == "__main__":
