@@ -173,8 +173,8 @@ class OnlineRLTrainer:
 
         with refusals.collected():
             self._set_rewards(reward_fn)
-        train: list[Prompt] = []
-        held_out: list[Prompt] = []
+        train = []
+        held_out = []
         with refusals.collected():
             train = self._training_problems(train_dataset)
         with refusals.collected():
@@ -596,7 +596,7 @@ class OnlineRLTrainer:
     def _result(self, saved: Path) -> TrainResult:
         history = read_lines(self.output_dir / "metrics.jsonl")
         evaluations = read_lines(self.output_dir / "evaluations.jsonl")
-        found: Json = {}
+        found = {}
         last = history[-1] if history else {}  # a callback may stop a run before its first step
         for name in ("reward", "accuracy", "completion_tokens"):
             found[name] = last.get(name)
@@ -620,7 +620,7 @@ def by_data_set(answers: Sequence[Json], names: Iterable[str]) -> Numbers:
     """Returns `eval_NAME_reward`, and `eval_NAME_accuracy` if rewards are verdicts, for each data
     set in `names`.
     """
-    means: Numbers = {}
+    means = {}
     for name in names:
         own = [answer for answer in answers if answer["prompt_id"].startswith(f"{name}/")]
         for figure, key in (("reward", "reward"), ("accuracy", "correct")):

@@ -278,7 +278,7 @@ def _evaluate(model: str, dataset: list[Any], arguments: Json) -> "EvaluationRes
         from trainer.api.evaluator import ModelEvaluator
 
     same = ("system_prompt", "max_new_tokens", "temperature", "seed", "concurrency", "device")
-    of_server: Json = {}
+    of_server = {}
     if _served(model):
         of_server = {
             "tokenizer": arguments["tokenizer"],
