@@ -201,23 +201,6 @@ def as_rewards(reward_fn: Any, log: FunctionLog | None = None) -> list[RewardFun
     return made
 
 
-def weights_of(
-    rewards: Sequence[RewardFunction], weights: Sequence[float] | None
-) -> dict[str, float]:
-    """Returns the weight of each function by its name, 1 each for None. Raises ConfigError for
-    another number of weights.
-    """
-    weights = [1.0] * len(rewards) if weights is None else weights
-    if len(weights) != len(rewards):
-        raise ConfigError(
-            f"there are {len(rewards)} reward functions",
-            field="reward_weights",
-            value=weights,
-            remedy="give one weight for each reward function",
-        )
-    return {function.name: float(weight) for function, weight in zip(rewards, weights, strict=True)}
-
-
 def _check_reward_model(name: str) -> None:
     """Raises ConfigError for a name that is neither that of a reward model nor a directory. The
     name of a function is not looked for on the hub.

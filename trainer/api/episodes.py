@@ -66,9 +66,7 @@ def takes_environments(reward_fn: Any) -> bool:
 class EnvironmentReward(RewardFunction):
     """Placeholder for the rewards that an environment computes itself."""
 
-    @property
-    def name(self) -> str:
-        return "environment"
+    name = "environment"
 
     def __call__(self, completions: Any, **columns: Any) -> list[float]:
         """Called only for the trial answers at the start of a run: an episode has its environment's

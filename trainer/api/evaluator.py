@@ -22,7 +22,9 @@ from common.wire.schemas import Prompt
 from learning.device import DeviceKind
 from services.reward.app import create_reward_app
 from services.reward.functions import RewardFunction
-from trainer.api.datasets import as_prompts, as_rewards, weights_of
+from services.reward.functions.base import check_positive
+from services.reward.functions.composite import weights_of
+from trainer.api.datasets import as_prompts, as_rewards
 from trainer.api.refusals import Given, with_names
 from trainer.evaluation.evaluator import graded_answers
 from trainer.evaluation.generation import Generator, together
@@ -100,11 +102,7 @@ class ModelEvaluator:
                 field="tokenizer",
                 remedy="leave it out",
             )
-        if concurrency < 1:
-            raise ConfigError(
-                "this is not above 0", field="concurrency", value=concurrency, remedy="raise it"
-            )
-
+        check_positive(concurrency=concurrency)
         own = {
             "sampling.system_prompt": system_prompt,
             "sampling.max_new_tokens": max_new_tokens,
@@ -154,11 +152,10 @@ class ModelEvaluator:
         Raises ConfigError for an empty data set or a model that does not load, Unreachable when a
         server does not respond, and another ServiceError when any answer is missing.
         """
-        if k < 1:
-            raise ConfigError("this is not above 0", field="k", value=k, remedy="give at least 1")
+        check_positive(k=k)
         prompts = as_prompts(dataset, "dataset")
         rewards = as_rewards(reward_fn)
-        section = RewardSection().for_objects(weights_of(rewards, reward_weights))
+        section = RewardSection().for_objects(weights_of(rewards, reward_weights, "reward_weights"))
         trained_on = None
         if not self._served:
             trained = TrainedPrompts.of(self.model)

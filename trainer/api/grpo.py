@@ -260,7 +260,7 @@ class GRPOTrainer(WithTransformersNames):
         )
 
     def _training_problems(self, dataset: Any) -> list[Prompt]:
-        if hasattr(self, "_problems"):
+        if self._is_made:
             dataset, plain = _is_plain(dataset)
             if plain != self._is_plain:
                 kinds = ("chats", "texts")

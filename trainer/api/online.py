@@ -22,9 +22,10 @@ from common.prompts.prompter import Prompter, PromptStyle
 from common.settings.config import names as setting_names
 from common.wire.schemas import Prompt
 from services.environment.environments import Environment
+from services.reward.functions.composite import weights_of
 from trainer.api import on_use
 from trainer.api.assignments import check_assignment
-from trainer.api.datasets import as_held_out, as_prompts, as_rewards, weights_of
+from trainer.api.datasets import as_held_out, as_prompts, as_rewards
 from trainer.api.engine import choose_engine
 from trainer.api.episodes import (
     EnvironmentReward,
@@ -138,7 +139,7 @@ class OnlineRLTrainer:
         self._given_config = config
         self._fields_before = config.model_dump()
         name = f"{config.trainer_type}-{time.strftime('%Y%m%d-%H%M%S')}"
-        self._output_dir = config.output_dir or Path("outputs") / name
+        self.output_dir = config.output_dir or Path("outputs") / name
         self._environment: Environment | None = None
         self._has_factory = environment_factory is not None
         changes: Json = {}
@@ -172,18 +173,15 @@ class OnlineRLTrainer:
                 self.add_callback(callback)
 
         with refusals.collected():
-            self._set_rewards(reward_fn)
-        train = []
-        held_out = []
+            self.reward_funcs = reward_fn
+        self._problems = on_use.Problems([], [])
         with refusals.collected():
-            train = self._training_problems(train_dataset)
+            self.train_dataset = train_dataset
         with refusals.collected():
-            held_out = self._held_out_problems(eval_dataset)
-        self._problems = on_use.Problems(train, held_out)
+            self.eval_dataset = eval_dataset
         _check_together(config, self._problems, refusals)
         refusals.raise_all(config.names(self._arguments))
 
-        self._train_dataset = train_dataset
         self._rounds = 0
         self._checkpoint: Path | None = None
         # Content of the run's `config.json` after `train`.
@@ -222,7 +220,10 @@ class OnlineRLTrainer:
 
     @eval_dataset.setter
     def eval_dataset(self, dataset: Any) -> None:
-        self._problems = replace(self._problems, held_out=self._held_out_problems(dataset))
+        held_out = [] if dataset is None else as_held_out(dataset, "eval_dataset")
+        self._eval_dataset = dataset
+        self._held_out_names = list(map(str, dataset)) if isinstance(dataset, Mapping) else []
+        self._problems = replace(self._problems, held_out=held_out)
 
     @property
     def reward_funcs(self) -> Any:
@@ -231,20 +232,6 @@ class OnlineRLTrainer:
 
     @reward_funcs.setter
     def reward_funcs(self, reward_fn: Any) -> None:
-        self._set_rewards(reward_fn)
-
-    def _training_problems(self, dataset: Any) -> list[Prompt]:
-        _check_length(_required(dataset, "train_dataset"), self.config)
-        needed = self.config.problems_per_step * (self.config.max_steps or 0)
-        return as_prompts(dataset, "train_dataset", needed)
-
-    def _held_out_problems(self, dataset: Any) -> list[Prompt]:
-        held_out = [] if dataset is None else as_held_out(dataset, "eval_dataset")
-        self._eval_dataset = dataset
-        self._held_out_names = list(map(str, dataset)) if isinstance(dataset, Mapping) else []
-        return held_out
-
-    def _set_rewards(self, reward_fn: Any) -> None:
         given = reward_fn
         if not self._has_factory and takes_environments(given):
             raise ConfigError(
@@ -261,7 +248,7 @@ class OnlineRLTrainer:
                 )
             reward_fn = EnvironmentReward()
         rewards = as_rewards(_required(reward_fn, "reward_fn"), self._callbacks)
-        self._weights = weights_of(rewards, self.config.reward_weights)
+        self._weights = weights_of(rewards, self.config.reward_weights, "reward_weights")
         self._rewards = rewards
         # The functions that are tried at the start of a run.
         self._tried: Sequence[Any] = rewards
@@ -270,15 +257,15 @@ class OnlineRLTrainer:
         # A list that is changed later would have no effect.
         self._reward_funcs = tuple(given) if isinstance(given, list) else given
 
+    def _training_problems(self, dataset: Any) -> list[Prompt]:
+        _check_length(_required(dataset, "train_dataset"), self.config)
+        needed = self.config.problems_per_step * (self.config.max_steps or 0)
+        return as_prompts(dataset, "train_dataset", needed)
+
     @property
     def config(self) -> TrainerConfig:
         """The settings. Their fields may be set before `train`."""
         return self._config_now
-
-    @property
-    def output_dir(self) -> Path:
-        """The directory of the run."""
-        return self._output_dir
 
     def _read_changes(self) -> None:
         """Takes what has been set in the config, or in the one that was given, since the last call.
@@ -301,7 +288,7 @@ class OnlineRLTrainer:
                 remedy="set it before the trainer is made",
             )
         self._callbacks.args = self.config
-        self._weights = weights_of(self._rewards, self.config.reward_weights)
+        self._weights = weights_of(self._rewards, self.config.reward_weights, "reward_weights")
         refusals = Refusals()
         _check_together(self.config, self._problems, refusals)
         refusals.raise_all(self.config.names(self._arguments))

@@ -1,6 +1,7 @@
 """Trains a model on math problems in this process."""
 
 import shlex
+from argparse import Namespace
 from contextlib import closing
 from pathlib import Path
 
@@ -120,36 +121,36 @@ def parser() -> CommandParser:
 
 def main(argv: list[str] | None = None) -> None:
     """Trains and saves a model. Raises ServiceError when that fails."""
-    arguments = vars(parser().parse_args(argv))
+    arguments = parser().parse_args(argv)
     with argument_names(_ARGUMENTS):
         _train(arguments)
 
 
-def _train(arguments: Json) -> None:
+def _train(arguments: Namespace) -> None:
     """Checks the arguments before anything heavy is imported, then trains."""
     settings: Json = {}
     data_settings: Json = {}
-    for name, value in dict(arguments["set"]).items():
+    for name, value in dict(arguments.set).items():
         # The data is loaded here; only the curriculum and the template belong to the run.
         is_data = name.startswith("data.") and name != "data.curriculum"
         (data_settings if is_data else settings)[name] = value
     if "data.prompt_template" in data_settings:
         settings["data.prompt_template"] = data_settings["data.prompt_template"]
-    fields = {name: arguments[name] for name in _FIELDS if name in arguments}
+    fields = {name: value for name, value in vars(arguments).items() if name in _FIELDS}
     fields["settings"] = settings
-    fields["verbose"] = not arguments["quiet"]
-    if arguments["resume"] and fields.get("output_dir") is None:
+    fields["verbose"] = not arguments.quiet
+    if arguments.resume and fields.get("output_dir") is None:
         raise ConfigError(
             "--resume needs the directory of the run",
             field="--resume",
             value=True,
             remedy="name it with --output-dir",
         )
-    save_to = arguments["save_to"]
+    save_to = arguments.save_to
     config = TrainerConfig(**fields)
-    data = data_section(arguments["dataset"], data_settings)
+    data = data_section(arguments.dataset, data_settings)
     if config.output_dir is not None:
-        check_output(config.output_dir, arguments["resume"] or config.overwrite_output_dir)
+        check_output(config.output_dir, arguments.resume or config.overwrite_output_dir)
     if save_to is not None:
         make_directory(save_to, "--save-to")
     check_model(config.model_name_or_path, "model_name_or_path", is_policy=True)
@@ -157,11 +158,9 @@ def _train(arguments: Json) -> None:
         check_model(config.ref_model_name_or_path, "ref_model_name_or_path", needs_weights=True)
     if config.use_gpu:
         refuse_cpu_build("use_gpu", True, "leave it out to train on the CPU")
-    train = problems(
-        data, data.train_split, arguments["num_samples"], seed=config.seed, shuffle=True
-    )
+    train = problems(data, data.train_split, arguments.num_samples, seed=config.seed, shuffle=True)
     config.check_steps(len(train))
-    held_out = arguments["eval_samples"]
+    held_out = arguments.eval_samples
     test = problems(data, data.eval_split, None)[:held_out] if held_out > 0 else None
 
     if config.verbose:
@@ -175,12 +174,12 @@ def _train(arguments: Json) -> None:
 
     with closing(MathRewardFunction()) as reward:
         trainer = OnlineRLTrainer(config, reward, train, test)
-        trainer.train(resume_from_checkpoint=arguments["resume"])
+        trainer.train(resume_from_checkpoint=arguments.resume)
     saved = trainer.save_model(save_to or trainer.output_dir / "final")
     print(f"model:      {saved}")
     if config.verbose:
         command = evaluation(
-            config, saved, arguments["dataset"], data_settings, num_samples=len(test or ())
+            config, saved, arguments.dataset, data_settings, num_samples=len(test or ())
         )
         print(f"evaluate:   {command}")
 
