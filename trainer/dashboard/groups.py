@@ -18,8 +18,8 @@ from trainer.dashboard.run_list import Runs, run_at
 from trainer.dashboard.runs import RunReader
 from trainer.dashboard.tokens import TokenTexts
 
+# Time that one call spends reading new groups; the next call continues.
 _AT_ONCE_S = 0.3
-"""Time that one call spends reading new groups; the next call continues."""
 
 
 class RunGroups:
@@ -81,7 +81,7 @@ class SearchParameters(Query):
 
 def add_groups(app: FastAPI, runs: Runs) -> None:
     """Adds the calls to an app."""
-    known: dict[RunReader, RunGroups] = {}
+    known = {}
     lock = threading.Lock()
 
     def groups_of(index: int) -> RunGroups:

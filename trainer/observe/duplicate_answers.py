@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from common.settings.config import Config
 from common.wire.schemas import Group
-from trainer.observe.catalogue import ALARMS
+from trainer.observe.catalogue import ALARMS, Texts
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ def duplicate_answers(groups: Sequence[Group]) -> DuplicateAnswers:
     rarest = 0.0
     for group in compared:
         seen: set[bytes] = set()
-        logprobs: list[float] = []
+        logprobs = []
         for completion in group.completions:
             tokens = completion.token_ids.tobytes()
             if tokens in seen:
@@ -61,7 +61,7 @@ def duplicate_answers(groups: Sequence[Group]) -> DuplicateAnswers:
     return DuplicateAnswers(copied / max(1, possible), surprise, math.exp(rarest))
 
 
-def copied_answers(found: DuplicateAnswers, config: Config) -> dict[str, str]:
+def copied_answers(found: DuplicateAnswers, config: Config) -> Texts:
     """Returns the alarm about equal answers that are no coincidence."""
     row = ALARMS["copied_answers"]
     if found.surprise < row.limit:

@@ -30,12 +30,12 @@ from trainer.observe.run_dir import DETAILS, append_line, damaged, storing_run, 
 log = logging.getLogger(__name__)
 DIRECTORY = "groups"
 LINES = "groups.jsonl"
+# The arrays that hold integers; the others hold float32.
 _INTEGERS = frozenset({"token_ids", "mask", "prompt_ids", "prompt_token_ids"})
-"""The arrays that hold integers; the others hold float32."""
+# Marks of completions by their `finish_reason`.
 _ENDINGS = {"stop": "", "length": "truncated", "abort": "aborted"}
-"""Marks of completions by their `finish_reason`."""
+# Maximum characters of a prompt in `groups.jsonl`.
 _SEARCHED_CHARS = 1000
-"""Maximum characters of a prompt in `groups.jsonl`."""
 EXCERPT_CHARS = 240
 """Characters of a completion that a list shows."""
 
@@ -113,8 +113,8 @@ class GroupRecorder:
         self._keep_bytes = keep_bytes
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="groups")
         self._writing: Future[None] | None = None
+        # File size in bytes by step, oldest first.
         self._sizes: dict[int, int] = {}
-        """File size in bytes by step, oldest first."""
         for partial in (run_dir / DIRECTORY).glob("*.partial"):
             partial.unlink()
         for number, path in sorted(recorded_steps(run_dir).items()):
@@ -179,7 +179,7 @@ class GroupRecorder:
 
 def recorded_steps(run_dir: Path) -> dict[int, Path]:
     """Returns the files in `groups/` by step."""
-    paths: dict[int, Path] = {}
+    paths = {}
     for path in (run_dir / DIRECTORY).glob("step_*.zip"):
         number = path.stem.removeprefix("step_")
         if number.isdecimal():
@@ -242,7 +242,7 @@ def read_trained(run_dir: Path, step: int) -> list[RecordedGroup]:
 def _recorded(content: Json, name: str) -> RecordedGroup:
     """Returns the group of a document, which is the reverse of `_document`."""
     of_group = {key: content.pop(key) for key in ("reused", "weight", "reason", "detail")}
-    columns: dict[str, list[bytes | None]] = {}
+    columns = {}
     for key in ("advantages", "trainer_logprobs"):
         columns[key] = [completion.pop(key) for completion in content["completions"]]
     group = codec.from_plain(content, Group, name)
@@ -329,7 +329,7 @@ def _summary(item: RecordedGroup) -> GroupSummary:
     rewards = [_reward(completion, digits=4) for completion in completions]
     mean = group.rewards.mean() if completions else math.nan
     verified = all(completion.verified for completion in completions)
-    versions: list[int] = []
+    versions = []
     marks = {"lost"} if group.lost_episodes else set()
     for completion in completions:
         versions += [version for version, _, _ in completion.weight_versions]

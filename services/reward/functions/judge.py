@@ -22,6 +22,7 @@ from services.reward.functions.base import (
     DetailedRewardFunction,
     Message,
     Score,
+    Scores,
     check_positive,
     column,
     text_of,
@@ -119,7 +120,7 @@ class JudgeRewardFunction(DetailedRewardFunction):
         weakref.finalize(self, self._http.close)
         self._threads = DaemonThreads(concurrency, "judge")
 
-    def scores(self, completions: Completions, **kwargs: Any) -> list[Score]:
+    def scores(self, completions: Completions, **kwargs: Any) -> Scores:
         """Returns scores in [0, 1], requested concurrently. Raises InvalidInput without the column
         `prompt`.
         """
@@ -225,8 +226,8 @@ def parse_score(reply: str) -> float | None:
 
 def _json_scores(text: str) -> tuple[list[Any], str]:
     """Returns the scores in the JSON objects of a text, and the rest of the text."""
-    scores: list[Any] = []
-    rest: list[str] = []
+    scores = []
+    rest = []
     position = 0
     at = text.find("{")
     while at >= 0:
