@@ -31,7 +31,7 @@ class LoopThread:
     """
 
     def __init__(self, name: str = "collector") -> None:
-        self.loop = uvloop.new_event_loop()
+        self.loop: asyncio.AbstractEventLoop = uvloop.new_event_loop()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._tasks = set[
             asyncio.Task[None]
