@@ -3,7 +3,6 @@ who may use it.
 """
 
 import asyncio
-import os
 import secrets
 import shutil
 import time
@@ -158,7 +157,7 @@ async def remove_files(folder: Path) -> None:
     """Removes a folder if it is there. Its name is free at once; many gigabytes go in a thread."""
     gone = folder.with_name(f"{folder.name}.{secrets.token_hex(4)}")
     try:
-        os.rename(folder, gone)
+        Path(folder).rename(gone)
     except FileNotFoundError:
         return
     await asyncio.to_thread(shutil.rmtree, gone, ignore_errors=True)
