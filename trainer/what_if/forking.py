@@ -46,10 +46,11 @@ def prepared(
     start = record.start(record.step(step))
     if start.given:
         raise ConfigError(
-            f"the caller of the Python API gave the {start.given[0]}, which the run does not keep",
+            f"the run was given its {' and '.join(start.given)} by a program, and does not keep them",
             field="RUN_DIR",
             value=str(run_dir),
-            remedy="fork a run that settings describe",
+            remedy="fork a run that settings describe, such as one of rlhf local; one of rlhf train, "
+            "or of the Python API, begins anew with the other setting",
         )
     parent = config_of(start, run_dir)
     content = flatten(parent.model_dump(mode="json")) | {
