@@ -230,7 +230,8 @@ class RunLearner:
         if known.gradient is not None:
             state["gradient"] = known.gradient[:size].cpu()
         if self._ranks.is_rank_zero:
-            saved = run_files.Saved(known.spec, self._named(known), state)
+            alpha = self._config.lora.alpha
+            saved = run_files.Saved(known.spec, alpha, self._named(known), state)
             run_files.write(saved, self._adapter_config(known.spec), folder)
 
     def load(self, run: str, folder: Path, optimizer: bool) -> None:
@@ -241,12 +242,15 @@ class RunLearner:
     def _load(self, run: str, saved: run_files.Saved) -> None:
         spec = self._runs[run].spec if run in self._runs else saved.spec
         shapes = self._shapes(spec)
-        if shapes != {name: tuple(factor.shape) for name, factor in saved.factors.items()}:
+        found = {name: tuple(factor.shape) for name, factor in saved.factors.items()}
+        alpha = self._config.lora.alpha
+        if shapes != found or alpha != saved.alpha:
             raise InvalidInput(
-                "the run has other layers or another rank than the saved one",
+                "the run has other layers, another rank or another alpha than the saved one",
                 field="path",
                 value=spec,
-                remedy=f"create the run with {saved.spec}, on the same base model",
+                remedy=f"create the run with {saved.spec}, on the same base model and on a server "
+                f"with --lora.alpha {saved.alpha}",
             )
         flat = torch.cat([saved.factors[name].flatten() for name in shapes])
         made = self._add(run, spec, shapes, flat)

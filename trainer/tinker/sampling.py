@@ -2,8 +2,9 @@
 
 A sampler's weights never change: they are an adapter with the checksum of its file in its name, or
 the base model. Engines check the file against the name, so an answer is of these weights or is
-refused. Without a seed of the client, the seed follows from the weights and the request's number: a
-request that is sampled again after a crash gets the same answer.
+refused. Without a seed of the client, the seed follows from the weights, how often they were saved
+and given to samplers before, and the request's number. So a request that is sampled again after a
+crash gets the same answer, and so does a loop that goes on from its last checkpoint.
 """
 
 import asyncio
@@ -173,7 +174,7 @@ class Sampling:
     async def _answer(self, sampler: Sampler, body: requests.Sample) -> tuple[bytes, str]:
         """Returns the answer, and the path and the checksum of its weights."""
         if sampler.path is None:
-            return await self._generate(body, None, f"{sampler.id.rpartition(':')[2]}"), "base"
+            return await self._generate(body, None, f"{sampler.copy}"), "base"
         try:
             checkpoint = self._state.find(Checkpoint, sampler.path, sampler.owner)
         except NotFound as error:
@@ -181,7 +182,7 @@ class Sampling:
             raise
         name = f"{checkpoint.run.replace(':', '-')}-{checkpoint.folder}@{checkpoint.checksum}"
         files = self._state.files(checkpoint)
-        seed = f"{checkpoint.checksum} {sampler.id.rpartition(':')[2]}"
+        seed = f"{checkpoint.checksum} {checkpoint.copies} {sampler.copy}"
         weights = f"{checkpoint.path}@{checkpoint.checksum}"
 
         async def answer(*, again: bool) -> tuple[bytes, str]:

@@ -2,7 +2,6 @@
 
 import asyncio
 import secrets
-import shutil
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
@@ -27,7 +26,7 @@ from trainer.tinker.records import (
     TinkerSession,
 )
 from trainer.tinker.sampling import Adapters, Sampling
-from trainer.tinker.state import State
+from trainer.tinker.state import State, remove_files
 from trainer.tinker.store import Journal, TinkerStore
 from trainer.tinker.training import Training
 from trainer.tinker.turns import Turns
@@ -102,7 +101,7 @@ class TinkerServer:
         )
         for fact in facts:
             self.state.add(fact)
-        self.state.sweep()
+        await asyncio.to_thread(self.state.sweep)
         for run in self.state.all(TinkerRun):
             self._training.start(run, applied.get(run.id, -1))
         for line, number in waiting:
@@ -166,7 +165,8 @@ class TinkerServer:
                 value=body.model_path,
                 remedy="use what save_weights_for_sampler returns",
             )
-        return await self._put(Sampler(name, session.id, owner, body.model_path))
+        same = self.state.owned(Sampler, owner, session=session.id, path=body.model_path)
+        return await self._put(Sampler(name, session.id, owner, body.model_path, len(same)))
 
     async def join_sampler(self, owner: str, name: str) -> int:
         """Returns a number for a copy of a sampler's client."""
@@ -205,7 +205,7 @@ class TinkerServer:
             if sampler.id.startswith(f"{name}:"):  # of weights without a name
                 gone.append(sampler)
         await self.state.forget(gone, self._journal)
-        shutil.rmtree(self.state.folder(run), ignore_errors=True)
+        await remove_files(self.state.folder(run))
 
     async def _put(self, fact: _F) -> _F:
         self.state.add(fact)
