@@ -9,6 +9,7 @@ from trainer.dashboard.tokens import TokenTexts
 from trainer.observe.group_files import read_group
 
 _GROUP = ("id", "prompt_id", "prompt", "ground_truth", "epoch", "position", "metadata")
+# What is passed on as it is.
 _COMPLETION = (
     "text",
     "token_ids",
@@ -19,7 +20,6 @@ _COMPLETION = (
     "mask",
     "episode",
 )
-"""What is passed on as it is."""
 
 
 def group_detail(run_dir: Path, row: Json, texts: TokenTexts | ServiceError) -> Json:

@@ -25,8 +25,8 @@ from trainer.observe.run_dir import ATTEMPTS, no_run, read_settings
 from trainer.timing import STAGES, WAITING
 from trainer.trackers.base import flatten, numbers
 
+# Number of newest steps whose mean the list of runs shows.
 _RECENT = 10
-"""Number of newest steps whose mean the list of runs shows."""
 _DIAGNOSE_EVERY_S = 5.0
 
 
@@ -89,18 +89,18 @@ class RunReader:
         self._diagnosing = threading.Lock()
         self._diagnosis: tuple[float, Diagnosis] | None = None
         self._start_over()
+        # Increases with every change.
         self._generation = 0
-        """Increases with every change."""
 
     def _start_over(self) -> None:
         self._metrics = JsonlReader(self.directory / "metrics.jsonl", parsed)
         self._evaluations = JsonlReader(self.directory / "evaluations.jsonl", parsed)
         self._attempts = JsonlReader(self.directory / ATTEMPTS, parsed)
+        # Where the prompts come from; runs of earlier versions do not say.
         self._data: str | None = None
-        """Where the prompts come from; runs of earlier versions do not say."""
         self._columns = Columns()
+        # The numbers of each evaluation.
         self._evaluated: list[Json] = []
-        """The numbers of each evaluation."""
 
     def _config(self) -> tuple[Json, str]:
         """Returns the resolved settings by name, and what is wrong with their file."""
@@ -225,8 +225,12 @@ class RunReader:
             row = self._columns.row(step)
             notes = self._columns.notes.get(step, [])
         if not row:
-            remedy = "see /dashboard/api/series"
-            raise NotFound("there is no such step", field="step", value=step, remedy=remedy)
+            raise NotFound(
+                "there is no such step",
+                field="step",
+                value=step,
+                remedy="see /dashboard/api/series",
+            )
         return {"step": step, "time": row.get("time"), "numbers": row, "notes": notes}
 
     def series(self, known: int = -1, points: int = 600, first: int = 0, last: int = 2**62) -> Json:

@@ -107,8 +107,8 @@ class SftRun:
             config.checkpoint.keep,
             lambda: tokenizer_files(run_dir / "model"),
         )
+        # Held-out loss after `_evaluated_step` steps.
         self._loss: float | None = None
-        """Held-out loss after `_evaluated_step` steps."""
         self._evaluated_step = -1
 
         self._leader: _RankZero | None = None

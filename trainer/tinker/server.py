@@ -14,7 +14,7 @@ from common.clients.rollout import RolloutClient
 from common.errors import InvalidInput, Overloaded, ServiceLost
 from services.http.sqlite_store import sum_of
 from trainer.tinker import requests
-from trainer.tinker.interface import LoraSpec, TinkerLearner
+from trainer.tinker.interface import WITHOUT_STABLE_REINFORCE, LoraSpec, TinkerLearner
 from trainer.tinker.messages import address, read_pass
 from trainer.tinker.records import (
     Checkpoint,
@@ -48,6 +48,8 @@ class TinkerServer:
         most_runs: of a client.
         resident: the most runs in memory.
         seed: of adapters for which clients give none, with the number of the run in its session.
+        stable_reinforce: the loss in the place of that one, which needs no record of samples;
+        empty: it is refused.
     """
 
     def __init__(  # noqa: PLR0913
@@ -62,11 +64,13 @@ class TinkerServer:
         most_runs: int = 1000,
         resident: int = 8,
         seed: int = 0,
+        stable_reinforce: str = "",
     ) -> None:
         self.base_model = base_model
         self.max_context_tokens = max_context_tokens
         self.state = State(directory, most_runs)
         self._seed = seed
+        self._stable_reinforce = stable_reinforce
         self.failure: ServiceLost | None = None
         """Why operations are no longer applied, if so."""
         self._store = TinkerStore(directory / "tinker.sqlite")
@@ -275,6 +279,13 @@ class TinkerServer:
 
     async def accept_sample(self, owner: str, body: requests.Sample) -> TinkerOperation:
         """Accepts a request of a sampler."""
+        if body.record_stability_info and not self._stable_reinforce:
+            raise InvalidInput(
+                "nothing is recorded for stable_reinforce, which this server does not compute",
+                field="record_stability_info",
+                value=True,
+                remedy=WITHOUT_STABLE_REINFORCE,
+            )
         sampler = self.state.find(Sampler, body.sampling_session_id, owner)
         return await self._accept(TinkerOperation(sampler.id, body.seq_id, "sample", body.stored()))
 
