@@ -109,13 +109,14 @@ class _Calls:
         """
         wanted = get_type_hints(handler)
         form = wanted.get("body")
+        is_protobuf = form is bytes
 
         async def call(request: Request) -> Response:
             owner = self._clients.owner(request.headers)
             arguments: dict[str, Any] = dict(request.path_params)
             if "base_url" in wanted:
                 arguments["base_url"] = str(request.base_url).rstrip("/")
-            if form is bytes:
+            if is_protobuf:
                 arguments["body"] = await request.body()
             elif form is not None and method == "GET":
                 arguments["body"] = requests.validated(form, dict(request.query_params))
@@ -125,10 +126,11 @@ class _Calls:
 
         call.__doc__ = handler.__doc__
         call.__name__ = handler.__name__
+        body = _BYTES if is_protobuf else form or OBJECT
         details = described(
-            None if method in ("GET", "DELETE") else _BYTES if form is bytes else form or OBJECT,
+            body if method in ("POST", "PUT") else None,
             OBJECT,
-            reads=(_PROTOBUF if form is bytes else JSON,),
+            reads=(_PROTOBUF if is_protobuf else JSON,),
             writes=(JSON, _PROTOBUF),
             statuses=(204 if wanted.get("return") is type(None) else 200,),
         )

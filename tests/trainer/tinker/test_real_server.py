@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 
 from tests.support.paths import ROOT
-from trainer.audit.tinker import audit_tinker
+from trainer.audit.__main__ import main as audit
 from trainer.tinker.messages import MESSAGES
 from trainer.tinker.store import TinkerStore
 
@@ -173,10 +173,15 @@ def test_kills_at_random_moments_change_nothing(base_model: Path, tmp_path: Path
     assert len(weights) == 2
     assert _weights(tmp_path / "killed") == weights
 
-    audited = tmp_path / "killed"
-    assert audit_tinker(audited) == 0
-    _change_an_answer(audited)
-    assert audit_tinker(audited) == 1
+    assert _audit(tmp_path / "killed") == 0
+    _change_an_answer(tmp_path / "killed")
+    assert _audit(tmp_path / "killed") == 1
+
+
+def _audit(directory: Path) -> object:
+    with pytest.raises(SystemExit) as ended:
+        audit([str(directory)])
+    return ended.value.code
 
 
 def _change_an_answer(directory: Path) -> None:
