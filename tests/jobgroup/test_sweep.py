@@ -126,6 +126,52 @@ def test_a_wrong_file_is_refused_before_anything_starts(
     assert not (tmp_path / "runs").exists()
 
 
+RUNNER = """\
+#!/bin/sh
+# Stands for `python -m jobgroup.local GROUP --follow ppo-trainer --env NAME=VALUE …`
+for word; do case "$word" in RUN_DIR=*) dir="${word#RUN_DIR=}";; esac; done
+echo "$@" >> "$dir/started"
+case "$dir" in *rate=0.0001) echo before; echo no luck; exit 3;; esac
+echo '{"step": 1, "total_steps": 1, "reward": 0.5}' > "$dir/metrics.jsonl"
+echo '{}' > "$dir/config.json"
+"""
+
+
+def test_runs_are_started_with_their_options_and_counted(
+    sweep: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runner = sweep.parent / "runner"
+    runner.write_text(RUNNER)
+    runner.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(runner))
+    runs = sweep.parent / "runs"
+    with pytest.raises(SystemExit) as ended:
+        main([str(sweep), "--runs", str(runs)])
+    assert ended.value.code == 1
+    found = read(sweep)
+    for point in found.points:
+        options = " ".join(found.options(point, runs / point.name))
+        command = f"-m jobgroup.local {sweep.parent / 'group.yaml'} --follow ppo-trainer {options}"
+        assert (runs / point.name / "started").read_text() == f"{command}\n"
+    assert (runs / "learning_rate=0.0001" / "console.log").read_text() == "before\nno luck\n"
+    assert (runs / "sweep.yaml").read_text() == sweep.read_text()
+    said = capsys.readouterr().out.splitlines()
+    assert [line.rpartition(": ")[2] for line in said if "FAILED" in line] == ["no luck"]
+    compared = " ".join(line for line in said if not line.startswith("["))
+    assert "learning_rate=0.0005" in compared
+
+    # Everything runs that has not finished, and only that.
+    runner.write_text(RUNNER.replace("exit 3", ":"))
+    main([str(sweep), "--runs", str(runs)])
+    starts = [(runs / point.name / "started").read_text().count("\n") for point in found.points]
+    assert starts == [2, 1, 1]
+
+    runs.joinpath("sweep.yaml").write_text("grid: {seed: [9]}")
+    with pytest.raises(ConfigError) as refused:
+        main([str(sweep), "--runs", str(runs)])
+    assert (refused.value.field, refused.value.value) == ("--runs", str(runs))
+
+
 @pytest.mark.integration
 def test_every_point_runs_once_and_a_second_start_runs_what_is_missing(
     sweep: Path, capsys: pytest.CaptureFixture[str]
