@@ -27,7 +27,7 @@ def check_ground_truths(plan: Plan) -> Results:
     # It imports the data set's libraries, which take seconds.
     from services.data.loaders import load_split
 
-    prompts = []
+    prompts: list[Prompt] = []
     for split in ("train", "eval"):
         prompts += load_split(data.config.data, split, data.config.seed)
     unsolvable, repaired = asyncio.run(_checked(reward, prompts))

@@ -111,7 +111,7 @@ def make(
     inside = bool(group)
     in_pod = inside and not env.get("JOBGROUP_HOSTS")
     demo = path is None and not inside
-    jobs = []
+    jobs: list[PlannedTask] = []
     problems: dict[str, Result] = {}
     """By the text of an error, which several tasks may have."""
     try:

@@ -95,7 +95,7 @@ def share_gpus(tasks: Sequence[Task], gpus: Sequence[str]) -> dict[str, list[lis
     """Returns the GPUs of every node, by task and rank, assigned in turn: shared only when there
     are too few.
     """
-    shares = {}
+    shares: dict[str, list[list[str]]] = {}
     in_turn = itertools.cycle(gpus)
     for task in tasks:
         count = min(task.gpus, len(gpus))

@@ -76,8 +76,6 @@ class RequestTracing:
                     ]
             await send(message)
 
-        # For the crash handler, which runs outside this middleware.
-        scope["request_id"] = identifier
         with logs.request(identifier, _given(scope, logs.RUN_HEADER)):
             self._attempts.add(attempt)
             try:

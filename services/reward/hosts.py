@@ -227,13 +227,13 @@ def arguments(items: Sequence[RewardItem]) -> tuple[Completions, Columns]:
     """Returns the arguments of a reward function: chats, and a list for every column of any
     item. A response is a text, or the messages of an episode.
     """
-    columns = {}
+    columns: Columns = {}
     for name in set(chain.from_iterable(item.columns for item in items)):
         columns[name] = [item.columns.get(name) for item in items]
     columns["prompt"] = [item.prompt for item in items]
     columns["ground_truth"] = [item.ground_truth for item in items]
 
-    completions = []
+    completions: Completions = []
     for item in items:
         response: Any = item.response  # that of an episode does not come over the wire
         is_text = isinstance(response, str)

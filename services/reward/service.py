@@ -149,7 +149,7 @@ class RewardService:
         A function that verifies final answers grades every ground truth against itself; others
         only check the columns that they need.
         """
-        reasons = {}
+        reasons: dict[int, str] = {}
         verified: dict[Host, list[int]] = {}
         for i, item in enumerate(items):
             try:

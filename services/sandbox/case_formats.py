@@ -75,7 +75,7 @@ def parse_cases(cases: Any, where: str = "test_cases", entry_point: str = "") ->
             cases = [cases]
     if isinstance(cases, Mapping):
         cases = [cases]
-    parsed = []
+    parsed: list[Case] = []
     for i, case in enumerate(cases if isinstance(cases, (list, tuple)) else []):
         here = f"{where}[{i}]"
         try:

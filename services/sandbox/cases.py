@@ -114,7 +114,7 @@ def _close(value: Any, expected: Any) -> bool:
             sorted(value, key=_order), sorted(expected, key=_order)
         )
     if isinstance(expected, dict) and isinstance(value, dict):
-        by_text = {}
+        by_text: Json = {}
         for key, item in value.items():
             by_text[key if isinstance(key, str) else json.dumps(key, default=repr)] = item
         same_keys = len(by_text) == len(value) and by_text.keys() == expected.keys()

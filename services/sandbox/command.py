@@ -204,7 +204,7 @@ def inside_command(python: Interpreter, tests: bool) -> list[str]:
     """Returns the command line of Python with the program that runs test cases; `tests`: some are
     written in Python.
     """
-    sources = {}
+    sources: dict[str, str] = {}
     for stem in (*_MODULES, *(_MODULES_FOR_TESTS if tests else ()), "inside"):
         name = "__main__" if stem == "inside" else f"services.sandbox.{stem}"
         sources[name] = Path(__file__).with_name(f"{stem}.py").read_text(encoding="utf-8")

@@ -145,7 +145,7 @@ class Program:
     def _act(self, action: str, arguments: str) -> list[Any]:
         """Performs an action; the reply has its value, and the arguments that it changed."""
         args, kwargs = self._loads(arguments)
-        before = {}
+        before: dict[int, Any] = {}
         for i, arg in enumerate(args):
             if is_mutable(arg):
                 before[i] = self._encoded(arg)

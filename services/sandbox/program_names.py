@@ -223,7 +223,7 @@ def _imports_of_program(program: list[ast.stmt], wanted: set[str]) -> dict[str, 
                     exec(compile(ast.Module([statement], []), "<import>", "exec"), found)  # noqa: S102
                 except ImportError:
                     continue
-    library = {}
+    library: dict[str, Any] = {}
     for name in found.keys() & (wanted - _bound(program)):
         value = found[name]
         # No `from statistics import sys`.

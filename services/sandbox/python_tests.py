@@ -142,11 +142,11 @@ def _tests(tree: ast.Module) -> list[str]:
     """
     fixtures = _fixtures(tree)
     used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
-    names = []
+    names: list[str] = []
     for definition in _definitions(tree):
         if _never_counts(definition):
             continue
-        functions = []
+        functions: list[_Function] = []
         if isinstance(definition, ast.ClassDef):
             if not definition.name.startswith("Test") or _is_unittest(definition, tree):
                 continue
@@ -206,7 +206,7 @@ def _fixtures(tree: ast.Module) -> set[str]:
     nothing provides.
     """
     names: set[str] = set()
-    fixtures = []
+    fixtures: list[_Function] = []
     for node in ast.walk(tree):
         if isinstance(node, _Function) and "fixture" in _decoration(node):
             names |= {node.name, *_words(node)}  # it may have another name

@@ -89,7 +89,7 @@ class _Fixtures:
         """Returns the sets of parameters of the fixtures among these, and of those that they
         use.
         """
-        found = {}
+        found: dict[str, list[dict[str, Any]]] = {}
         for name in names:
             if name in self._functions:
                 function = self._functions[name]
@@ -101,7 +101,7 @@ class _Fixtures:
         """Returns the value of a fixture; `ready` holds those of this test, and its `self`."""
         if name not in ready:
             function = self._functions[name]
-            arguments = {}
+            arguments: dict[str, Any] = {}
             for key in _required(function):
                 wanted = f"{name}.request" if key == "request" else key
                 arguments[key] = self.value(wanted, ready, cleanup)

@@ -62,7 +62,7 @@ def as_prompts(dataset: Any, field: str, at_most: int | None = None) -> list[Pro
             "Hugging Face Dataset",
         )
     rows = rows if hasattr(rows, "__len__") else islice(rows, at_most)
-    prompts = []
+    prompts: list[Prompt] = []
     for number, item in enumerate(rows):
         with row_at(f"row {number}", field):
             prompts.append(_prompt(item, f"{field}-{number}"))

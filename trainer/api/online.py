@@ -583,7 +583,7 @@ class OnlineRLTrainer:
     def _result(self, saved: Path) -> TrainResult:
         history = read_lines(self.output_dir / "metrics.jsonl")
         evaluations = read_lines(self.output_dir / "evaluations.jsonl")
-        found = {}
+        found: Json = {}
         last = history[-1] if history else {}  # a callback may stop a run before its first step
         for name in ("reward", "accuracy", "completion_tokens"):
             found[name] = last.get(name)
@@ -607,7 +607,7 @@ def by_data_set(answers: Sequence[Json], names: Iterable[str]) -> Numbers:
     """Returns `eval_NAME_reward`, and `eval_NAME_accuracy` if rewards are verdicts, for each data
     set in `names`.
     """
-    means = {}
+    means: Numbers = {}
     for name in names:
         own = [answer for answer in answers if answer["prompt_id"].startswith(f"{name}/")]
         for figure, key in (("reward", "reward"), ("accuracy", "correct")):

@@ -193,7 +193,7 @@ def _lists(kind: Any) -> set[str]:
 
 def _given(words: Sequence[str]) -> Json:
     """Returns the arguments of a command line, which override those of its YAML file."""
-    given = {}
+    given: dict[str, list[Any]] = {}
     name = ""
     for word in words:
         if found := re.fullmatch(r"--([a-z]\w*(?:-\w+)*)(?:=(.*))?", word):

@@ -370,7 +370,7 @@ class TrainerConfig(ArgumentsOfOneProcess, BaseModel):
         A field that was `given` by TRL's name is known by it, and in TRL's own configs also one
         that was not given. `arguments` are the trainer's own names of further fields.
         """
-        named = {}
+        named: dict[str, str] = {}
         if cls.has_trl_names:
             named = {field: row.trl for field, row in ROWS.items() if row.trl}
             named["reward_fn"] = "reward_funcs"
@@ -446,8 +446,8 @@ class TrainerConfig(ArgumentsOfOneProcess, BaseModel):
 
     def _mapped(self) -> Json:
         """Returns the system's settings that follow from the fields."""
-        mapped = {}
-        given = {}
+        mapped: Json = {}
+        given: Json = {}
         for field, row in ROWS.items():
             value = getattr(self, field)
             if value is None or field in self.script_fields:

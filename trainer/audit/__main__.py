@@ -2,7 +2,6 @@
 rewards, advantages, gradients and weights.
 """
 
-import json
 import os
 import subprocess
 import sys
@@ -10,8 +9,9 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
 from pathlib import Path
+
+import msgspec
 
 from common.process import watchdog
 from common.process.cli import CommandParser, positive, run
@@ -80,8 +80,8 @@ def parser() -> CommandParser:
         nargs="+",
         metavar="STAGE",
         choices=_STAGES_BY_WORD,
-        default=list(_STAGES_BY_WORD),
-        help=f"compare only these: {', '.join(_STAGES_BY_WORD)} (default: all)",
+        default=[word for word in _STAGES_BY_WORD if word != "checkpoint"],
+        help=f"compare only these: {', '.join(_STAGES_BY_WORD)} (default: all but checkpoint)",
     )
     return made
 
@@ -104,14 +104,15 @@ def main(argv: list[str] | None = None) -> None:
         from trainer.audit.certify import certify  # torch: slow to import
 
         more = ["--recorded-tools"] if arguments.recorded_tools else []
-        status = certify(
-            arguments.run_dir,
-            arguments.seed,
-            arguments.count,
-            output=arguments.certify,
-            more=more,
+        raise SystemExit(
+            certify(
+                arguments.run_dir,
+                arguments.seed,
+                arguments.count,
+                output=arguments.certify,
+                more=more,
+            )
         )
-        raise SystemExit(status)
     stages = [stage for word, stage in _STAGES_BY_WORD.items() if word in arguments.stages]
     is_one_of_several = _RANK in os.environ
     check_run(arguments.run_dir)
@@ -148,9 +149,8 @@ def main(argv: list[str] | None = None) -> None:
     if not rank.is_rank_zero:
         raise SystemExit(0)
     if arguments.json:
-        content = json.dumps([asdict(outcome) for outcome in outcomes], indent=1)
         with storing(arguments.json.name, arguments.json, "--json", "make room"):
-            arguments.json.write_text(content, encoding="utf-8")
+            arguments.json.write_bytes(msgspec.json.encode(outcomes))
     raise SystemExit(_conclude(outcomes))
 
 

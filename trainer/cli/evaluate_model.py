@@ -279,7 +279,7 @@ def _evaluate(model: str, dataset: list[Any], arguments: Namespace) -> "Evaluati
         from trainer.api.evaluator import ModelEvaluator
 
     same = ("system_prompt", "max_new_tokens", "temperature", "seed", "concurrency", "device")
-    of_server = {}
+    of_server: Json = {}
     if _served(model):
         of_server = {
             "tokenizer": arguments.tokenizer,

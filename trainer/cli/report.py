@@ -132,8 +132,8 @@ def _samples(run_dir: Path) -> list[Json]:
     if not steps:
         return []
     step = max(steps)
-    mixed = []
-    equal = []
+    mixed: list[Json] = []
+    equal: list[Json] = []
     for place in range(_LOOKED_AT):
         try:
             group = read_group(run_dir, step, place)
@@ -184,7 +184,7 @@ def _answers(run_dir: Path) -> list[Json]:
     if first is None or not newest:
         return []
     after = {answer.prompt_id: answer for answer in newest[0].answers}
-    answers = []
+    answers: list[Json] = []
     for old in first.answers:
         new = after.get(old.prompt_id)
         if new is not None:

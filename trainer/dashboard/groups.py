@@ -81,7 +81,7 @@ class SearchParameters(Query):
 
 def add_groups(app: FastAPI, runs: Runs) -> None:
     """Adds the calls to an app."""
-    known = {}
+    known: dict[RunReader, RunGroups] = {}
     lock = threading.Lock()
 
     def groups_of(index: int) -> RunGroups:

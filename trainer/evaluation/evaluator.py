@@ -76,10 +76,10 @@ class Evaluator:
         graded = self._loop.call(self._graded_problems(pass_samples))
 
         verified = self._verdicts.of(result.verified for _, result in chain.from_iterable(graded))
-        answers = []
-        shares = []
-        rewards = []
-        passed = []
+        answers: list[Answer] = []
+        shares: list[float] = []
+        rewards: list[float] = []
+        passed: list[float] = []
         for prompt, of_problem in zip(self._held_out, graded, strict=True):
             counted = [result for _, result in of_problem[: own.n]]
             for_pass = [result for _, result in of_problem[own.n :]]
@@ -162,7 +162,7 @@ class Evaluator:
         """Returns a greedy episode of a problem, if `greedy`, and `samples` sampled ones, as
         answers with grades.
         """
-        graded = []
+        graded: _Graded = []
         for n, is_greedy in ((int(greedy), True), (samples, False)):
             if n == 0:
                 continue

@@ -140,9 +140,9 @@ def results_of(
 def _add_figures_at_k(results: EvaluationResults) -> None:
     """Sets the figures of the samples, from the problems of which every sample was graded."""
     k = results["k"]
-    shares = []
-    majorities = []
-    right = []
+    shares: list[float] = []
+    majorities: list[float] = []
+    right: list[int] = []
     for of_problem in results["samples"]:
         verdicts = [sample["correct"] for sample in of_problem]
         if not verdicts or None in verdicts:

@@ -42,7 +42,7 @@ def duplicate_answers(groups: Sequence[Group]) -> DuplicateAnswers:
     rarest = 0.0
     for group in compared:
         seen: set[bytes] = set()
-        logprobs = []
+        logprobs: list[float] = []
         for completion in group.completions:
             tokens = completion.token_ids.tobytes()
             if tokens in seen:

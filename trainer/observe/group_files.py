@@ -179,7 +179,7 @@ class GroupRecorder:
 
 def recorded_steps(run_dir: Path) -> dict[int, Path]:
     """Returns the files in `groups/` by step."""
-    paths = {}
+    paths: dict[int, Path] = {}
     for path in (run_dir / DIRECTORY).glob("step_*.zip"):
         number = path.stem.removeprefix("step_")
         if number.isdecimal():
@@ -242,7 +242,7 @@ def read_trained(run_dir: Path, step: int) -> list[RecordedGroup]:
 def _recorded(content: Json, name: str) -> RecordedGroup:
     """Returns the group of a document, which is the reverse of `_document`."""
     of_group = {key: content.pop(key) for key in ("reused", "weight", "reason", "detail")}
-    columns = {}
+    columns: dict[str, list[bytes | None]] = {}
     for key in ("advantages", "trainer_logprobs"):
         columns[key] = [completion.pop(key) for completion in content["completions"]]
     group = codec.from_plain(content, Group, name)
@@ -329,7 +329,7 @@ def _summary(item: RecordedGroup) -> GroupSummary:
     rewards = [_reward(completion, digits=4) for completion in completions]
     mean = group.rewards.mean() if completions else math.nan
     verified = all(completion.verified for completion in completions)
-    versions = []
+    versions: list[int] = []
     marks = {"lost"} if group.lost_episodes else set()
     for completion in completions:
         versions += [version for version, _, _ in completion.weight_versions]

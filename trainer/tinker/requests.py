@@ -2,12 +2,16 @@
 what the request means.
 """
 
+from collections.abc import Sequence
+from itertools import pairwise
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+import numpy as np
+from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError
 
 from common.errors import InvalidInput
 from common.wire.codec import parse_json
+from common.wire.schemas import AtMost
 from trainer.tinker.interface import AdamParams, LoraSpec
 
 Metadata = dict[str, Any]
@@ -186,6 +190,54 @@ class SampleParams(BaseModel):
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
 
 
+class TokenTensor(BaseModel):
+    """Tokens to score at the places of a prompt after the first, [T - 1, K]; -1 stands for none. A
+    sparse one lists tokens with their places (CSR).
+    """
+
+    model_config = ConfigDict(extra="forbid")
+    data: Annotated[list[Annotated[int, Field(ge=-1)]], AtMost(1 << 20)]
+    dtype: Literal["int64"]
+    shape: tuple[PositiveInt, PositiveInt]
+    sparse_crow_indices: list[int] | None = None
+    sparse_col_indices: list[int] = []
+
+    @property
+    def tokens(self) -> list[int]:
+        """All tokens, once each."""
+        return sorted({*self.data} - {-1})
+
+    def answer(self, scores: Sequence[Sequence[Any] | None]) -> dict[str, Any]:
+        """Returns the log-probabilities in the same layout, as a `Tensor` of protobuf, given those
+        of `tokens` at every place of the prompt. Raises InvalidInput for another shape.
+        """
+        rows, width = self.shape
+        ends = self.sparse_crow_indices
+        values: list[float] = []
+        for place, (start, end) in zip(
+            scores[1:], pairwise(ends or range(0, rows * width + 1, width)), strict=False
+        ):
+            known = {token: logprob for logprob, token, *_ in place or ()}
+            values += [known.get(token, 0.0) for token in self.data[start:end]]
+        if rows != len(scores) - 1 or len(values) != len(self.data):
+            raise InvalidInput(
+                "it has another shape than the prompt, or than its numbers",
+                field="target_prompt_logprobs.shape",
+                value=self.shape,
+                remedy=f"send {len(scores) - 1} rows: one for each token after the first",
+            )
+        content = np.array(values, "<f4").tobytes()
+        answer: dict[str, Any] = {"dtype": 1, "shape": self.shape}
+        if ends is None:
+            return {**answer, "dense": content}
+        sparse = {
+            "values": content,
+            "row_ends": np.array(ends, "<i8").tobytes(),
+            "columns": np.array(self.sparse_col_indices, "<i8").tobytes(),
+        }
+        return {**answer, "sparse": sparse}
+
+
 class Sample(TinkerBody):
     """Samples completions of a prompt."""
 
@@ -199,11 +251,11 @@ class Sample(TinkerBody):
     """The sampling session has them."""
     prompt_logprobs: bool | None = None
     prompt_logprobs_last_n: Annotated[int, Field(ge=1)] | None = None
-    topk_prompt_logprobs: Annotated[int, Field(le=0)] = 0
-    topk_sample_logprobs: Annotated[int, Field(le=0)] = 0
-    target_prompt_logprobs: None = None
+    topk_prompt_logprobs: Annotated[int, Field(ge=0, le=1024)] = 0
+    topk_sample_logprobs: Annotated[int, Field(ge=0, le=1024)] = 0
+    target_prompt_logprobs: TokenTensor | None = None
     prompt_alt_tokens_k: Annotated[int, Field(le=0)] = 0
-    record_stability_info: Literal[False] | None = None
+    record_stability_info: bool | None = None
 
     @property
     def tokens(self) -> list[int]:
@@ -250,11 +302,7 @@ _INSTEAD = {
     "optimizer_params": "adam_params: AdamW is the optimiser",
     "optimizer_config.type": "adamw",
     "kind": "snapshot: take a new sampling client after an update",
-    "topk_prompt_logprobs": "prompt_logprobs",
-    "topk_sample_logprobs": "the log-probabilities of the sampled tokens, which every answer has",
-    "target_prompt_logprobs": "prompt_logprobs, of a prompt with the tokens",
     "prompt_alt_tokens_k": "num_samples, of the prompt up to the position",
-    "record_stability_info": "loss_fn importance_sampling, ppo, cispo or gspo, which need none",
     "age_encryption_recipients": "files over a server with TLS_CERT and TLS_KEY, or encrypt them "
     "after the download",
     "weights_access_token": "the key of the client that saved the weights",

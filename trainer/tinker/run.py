@@ -128,6 +128,7 @@ def _composed(
         most_runs=config.tinker.max_runs,
         resident=config.tinker.resident_runs,
         seed=config.seed,
+        stable_reinforce=config.tinker.stable_reinforce,
     )
 
     @asynccontextmanager

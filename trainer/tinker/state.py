@@ -2,6 +2,8 @@
 who may use it.
 """
 
+import asyncio
+import secrets
 import shutil
 import time
 from collections.abc import Iterator, Sequence
@@ -126,7 +128,7 @@ class State:
         if checkpoint.unnamed:
             gone += self.owned(Sampler, checkpoint.owner, path=checkpoint.path)
         await self.forget(gone, journal)
-        shutil.rmtree(self.files(checkpoint), ignore_errors=True)
+        await remove_files(self.files(checkpoint))
 
     async def forget(self, facts: Sequence[Fact], journal: Journal, *kept: Fact) -> None:
         """Forgets facts and the operations of those that have any, and notes `kept` with that."""
@@ -149,3 +151,13 @@ class State:
         for folder in self._directory.glob("runs/*/*"):
             if folder not in named:
                 shutil.rmtree(folder, ignore_errors=True)
+
+
+async def remove_files(folder: Path) -> None:
+    """Removes a folder if it is there. Its name is free at once; many gigabytes go in a thread."""
+    gone = folder.with_name(f"{folder.name}.{secrets.token_hex(4)}")
+    try:
+        Path(folder).rename(gone)
+    except FileNotFoundError:
+        return
+    await asyncio.to_thread(shutil.rmtree, gone, ignore_errors=True)

@@ -30,7 +30,7 @@ from trainer.tinker.records import (
     TinkerResult,
     TinkerRun,
 )
-from trainer.tinker.state import State
+from trainer.tinker.state import State, remove_files
 from trainer.tinker.store import Journal, TinkerStore
 from trainer.tinker.turns import Turns
 
@@ -147,6 +147,8 @@ class Training:
             unsaved = self._resident.pop(run.id, 0.0) + time.monotonic() - started
             self._resident[run.id] = unsaved
             result = TinkerResult(ok=True, content=outcome.content, is_json=outcome.is_json)
+            if operation.kind == "optim_step":
+                run.copies = 0
             if outcome.needs_snapshot or unsaved > SNAPSHOT_S:
                 outdated = await self._save(run, operation.seq)
             facts += outcome.facts
@@ -182,9 +184,9 @@ class Training:
         for fact in facts:
             replaced = self._state.add(fact)
             if isinstance(replaced, Checkpoint) and replaced is not fact:
-                shutil.rmtree(self._state.files(replaced), ignore_errors=True)
+                await remove_files(self._state.files(replaced))
         if outdated is not None:
-            shutil.rmtree(outdated, ignore_errors=True)
+            await remove_files(outdated)
         for checkpoint in self._state.outdated():
             await self._state.delete(checkpoint, self._journal)
 
@@ -238,7 +240,7 @@ class Training:
             outdated = await self._save(run, self.turns.following(name) - 1)
             await self._journal.run(partial(_note_snapshot, run=run))
             if outdated is not None:
-                shutil.rmtree(outdated, ignore_errors=True)
+                await remove_files(outdated)
         await self._lose(run)
 
     async def _lose(self, run: TinkerRun) -> None:
@@ -290,6 +292,7 @@ class Training:
                 remedy="load what save_state has saved: tinker://RUN/weights/NAME",
             )
         self._learner.load(run.id, self._state.files(checkpoint), optimizer=body.optimizer)
+        run.copies = checkpoint.copies
         return _json(needs_snapshot=True, path=body.path, model_id=run.id, type="load_weights")
 
     def _export(self, run: TinkerRun, operation: TinkerOperation) -> _Outcome:
@@ -327,7 +330,10 @@ class Training:
             expires=body.ttl_seconds and now + body.ttl_seconds,
             about=getattr(body, "user_metadata", None),
             unnamed=body.path is None,
+            copies=run.copies,
         )
+        if kind == "sampler_weights":
+            run.copies += 1
         if kind != "sampler_weights" or not checkpoint.unnamed:
             return _json(checkpoint, path=path, type=operation.kind)
         sampler = Sampler(f"{run.id}:sample:{operation.seq}", run.session, run.owner, path)

@@ -107,7 +107,7 @@ def check(settings: TrackersSection) -> None:
 
 def flatten(values: Record, separator: str = ".") -> Json:
     """Returns the values of nested mappings by their joined names."""
-    found = {}
+    found: Json = {}
     for name, value in values.items():
         if isinstance(value, Mapping) and value:
             for part, item in flatten(value, separator).items():

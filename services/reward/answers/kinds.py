@@ -162,7 +162,7 @@ def combined(
         raise NotUnderstood from None
 
     # The end at place i is cell 2i; the numbers between it and the next one are cell 2i + 1.
-    sets = []
+    sets: list[set[int]] = []
     for region in regions:
         cells: set[int] = set()
         for low, has_low, high, has_high in region.intervals:

@@ -308,7 +308,7 @@ def tokens(text: str) -> Tokens:
 
 def _scan(text: str) -> list[Token]:
     """Returns the tokens of a canonical text."""
-    found = []
+    found: list[Token] = []
     spaced = False
     in_text = False
     depth = 0
@@ -394,7 +394,7 @@ def matched(pattern: str, part: Tokens) -> dict[str, Tokens] | None:
     match = re.fullmatch(pattern, text)
     if match is None:
         return None
-    found = {}
+    found: dict[str, Tokens] = {}
     for name, group in match.groupdict().items():
         start = text.count(" ", 0, max(match.start(name), 0))
         found[name] = part[start : start + group.count(" ") + 1] if group else ()
@@ -419,8 +419,8 @@ def split(part: Tokens, separators: str) -> tuple[list[Tokens], list[str]]:
     Raises NotUnderstood for brackets that do not match.
     """
     marks = separators.split()
-    pieces = []
-    found = []
+    pieces: list[Tokens] = []
+    found: list[str] = []
     depth = 0
     start = 0
     for i, token in enumerate(part):

@@ -356,7 +356,7 @@ def _family(part: Tokens, read_part: ReadPart) -> Reading | None:
     if found is None:
         return None
     reading = read_part(found["values"])
-    nodes = []
+    nodes: list[Expression] = []
     for item in reading.items if isinstance(reading, Many) else (reading,):
         value = item.values[0][1] if isinstance(item, Named) else item
         if not isinstance(value, Value) or value.node is None:
@@ -438,7 +438,7 @@ def _variants(part: Tokens) -> list[Tokens]:
     # With ∓, all signs change together: ++ or --, else also +- and -+.
     is_tied = "\\mp" in texts_of(part)
     count = len(places)
-    found = []
+    found: list[Tokens] = []
     for signs in zip(*["+-"] * count, strict=True) if is_tied else product("+-", repeat=count):
         variant = list(part)
         for i, sign in zip(places, signs, strict=True):
@@ -645,7 +645,7 @@ def _equal_sides(pieces: list[Tokens], names: set[str], last: Reading) -> Readin
 
 def _side_values(pieces: list[Tokens]) -> list[Value]:
     """Returns the values among the sides of a chain; the other sides are labels."""
-    values = []
+    values: list[Value] = []
     for piece in pieces:
         try:
             value = read_value(piece)
@@ -719,7 +719,7 @@ def _matrix(part: Tokens, read_part: ReadPart) -> Reading | None:
     cells = [split(line, "&")[0] for line in lines]
     if found["turned"]:
         cells = [list(column) for column in zip(*cells, strict=False)]
-    rows = []
+    rows: list[Reading] = []
     for row in cells:
         items = tuple(map(read_part, row))
         rows.append(items[0] if len(items) == 1 else TupleOrInterval("&", "&", items))

@@ -277,7 +277,7 @@ def _sampled(
     names = sorted(unknowns(a) | unknowns(b))
     is_complex = _is_complex(a) or _is_complex(b)
     rng = random.Random(7)
-    samples = []
+    samples: list[Sample] = []
     digits = _DIGITS
     failure = Undecided()
     for i in range(_ATTEMPTS if names else 1):

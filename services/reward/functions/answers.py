@@ -71,8 +71,8 @@ class MathHost(ProcessHost):
 
     async def _score(self, items: Sequence[RewardItem]) -> Scores:
         golds = [_gold(item, f"items[{i}].") for i, item in enumerate(items)]
-        scores = []
-        hard = []  # answers that the workers must compare
+        scores: Scores = []
+        hard: list[int] = []  # answers that the workers must compare
         read = 0
         for i, (item, gold) in enumerate(zip(items, golds, strict=True)):
             answer = extract_answer(item.response)

@@ -226,8 +226,8 @@ def parse_score(reply: str) -> float | None:
 
 def _json_scores(text: str) -> tuple[list[Any], str]:
     """Returns the scores in the JSON objects of a text, and the rest of the text."""
-    scores = []
-    rest = []
+    scores: list[Any] = []
+    rest: list[str] = []
     position = 0
     at = text.find("{")
     while at >= 0:

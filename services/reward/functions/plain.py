@@ -117,7 +117,7 @@ class PlainFunction(DetailedRewardFunction):
         return Score(None, "inapplicable") if value is None else super()._score_of(value)
 
     def _rows(self, prompts: list[Any], completions: list[Any], extra: Columns) -> list[Json]:
-        rows = []
+        rows: list[Json] = []
         for prompt, completion in zip(prompts, completions, strict=True):
             rows.append({"function": self.name, "prompt": prompt, "completion": completion})
         for name, given in extra.items():
@@ -169,7 +169,7 @@ def _unwrapped(function: Function) -> Function:
 
 def numbered(names: Sequence[str]) -> list[str]:
     """Makes names distinct: the second `length` becomes `length_2`."""
-    distinct = []
+    distinct: list[str] = []
     for i, name in enumerate(names):
         before = list(names[:i]).count(name)
         distinct.append(f"{name}_{before + 1}" if before else name)

@@ -219,7 +219,7 @@ def _block(text: str, opening: re.Match[str], end: int, *, is_closed: bool) -> _
 
 def _with_literals(response: str) -> str:
     """Hides marks such as <think> that are text of a program, which end or begin no thought."""
-    parts = []
+    parts: list[str] = []
     done = 0
     for block in _blocks(response):
         if block.is_closed and _MARKER.search(block.text) and _is_python(block.text):

@@ -117,7 +117,7 @@ class LengthPenaltyFunction(RewardFunction):
 
     def __call__(self, completions: Completions, **kwargs: Any) -> list[float]:
         """Returns a number in [-1, 0] for each completion."""
-        penalties = []
+        penalties: list[float] = []
         for completion in completions:
             share = (len(text_of(completion)) - self._soft) / (self._hard - self._soft)
             penalties.append(-min(1.0, max(0.0, share)))
@@ -140,7 +140,7 @@ class RepetitionPenaltyFunction(RewardFunction):
 
     def __call__(self, completions: Completions, **kwargs: Any) -> list[float]:
         """Returns a number in (-1, 0] for each completion."""
-        penalties = []
+        penalties: list[float] = []
         for completion in completions:
             words = self._words(text_of(completion))
             total = len(words) - self._ngram + 1

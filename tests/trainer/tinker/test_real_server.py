@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 
 from tests.support.paths import ROOT
-from trainer.tinker.protobuf import as_bytes, bytes_field, fields, map_field, varint_field
+from trainer.tinker.messages import MESSAGES
 
 pytestmark = pytest.mark.integration
 MODEL = "tiny/base"
@@ -91,18 +91,19 @@ def _serving(directory: Path, model: Path) -> Iterator[Server]:
 
 
 def _pass(run: str, seq: int, tokens: list[int], targets: list[int], logprobs: bytes) -> bytes:
-    ids = bytes_field(1, bytes_field(1, bytes_field(1, np.array(tokens, "<i4").tobytes())))
     inputs = {
         "target_tokens": (np.array(targets, "<i8").tobytes(), 2),
         "logprobs": (logprobs, 1),
         "advantages": (np.linspace(-1, 1, len(targets)).astype("<f4").tobytes(), 1),
     }
-    datum = ids
-    for name, (content, dtype) in inputs.items():
-        tensor = bytes_field(1, content) + varint_field(3, dtype) + varint_field(4, len(targets))
-        datum += map_field(2, name, bytes_field(2, tensor))
-    body = bytes_field(1, run.encode()) + varint_field(2, seq)
-    return body + bytes_field(3, datum) + bytes_field(4, b"importance_sampling")
+    tensors = [
+        {"key": name, "value": {"dense": content, "dtype": dtype, "shape": [len(targets)]}}
+        for name, (content, dtype) in inputs.items()
+    ]
+    text = {"tokens": np.array(tokens, "<i4").tobytes()}
+    data = [{"model_input": [{"text": text}], "inputs": tensors}]
+    loss = "importance_sampling"
+    return MESSAGES.encode("Pass", {"run": run, "seq": seq, "data": data, "loss": loss})
 
 
 def _loop(server: Server, steps: int) -> list[bytes]:
@@ -132,14 +133,14 @@ def _loop(server: Server, steps: int) -> list[bytes]:
             sampling_params={"max_tokens": 6, "stop": []},
         )
         sampled = server.result(asked).content
-        sequence = dict(fields(as_bytes(dict(fields(sampled))[1])))
-        tokens = np.frombuffer(as_bytes(sequence[2]), "<i4").tolist()
+        (sequence,) = MESSAGES.decode("Samples", sampled)["sequences"]
+        tokens = np.frombuffer(sequence["tokens"], "<i4").tolist()
         body = _pass(
             run,
             seq + 1,
             [prompt[-1], *tokens[:-1]],
             tokens,
-            logprobs=as_bytes(sequence[3]),
+            logprobs=sequence["logprobs"],
         )
         passed = server.post("forward_backward", body)
         stepped = server.post(
