@@ -151,6 +151,8 @@ def test_the_last_answer_of_an_episode_is_graded_where_the_run_recorded_it(
     assert "0 grades change" in said
 
 
+@pytest.mark.integration
+@pytest.mark.slow
 def test_the_data_of_the_settings_is_not_that_of_prompts_that_a_program_gave(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
