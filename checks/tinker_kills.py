@@ -16,26 +16,40 @@ import json
 import multiprocessing
 import os
 import random
+import secrets
 import shlex
+import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import time
-from collections import defaultdict
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from checks.faults.lab import ROOT
+from common.process.topology import LocalHost, parse_hosts
 from common.weights.checksums import checksum
+from tests.chaos.group import Group
+from tests.chaos.targets import healthy, send
 from trainer.tinker.records import Checkpoint
 from trainer.tinker.state import State
 from trainer.tinker.store import TinkerStore
 
+ROOT = Path(__file__).parents[1]
 _LOOP = f"{{python}} -W ignore {ROOT}/checks/tinker_loop.py {{name}} {{log}} 30 {{rate}}"
-_LOOK_EVERY_S = 0.05
+_LOOK_EVERY_S = 0.1
+_YAML = ROOT / "jobgroup" / "rlhf-math-tinker-jobgroup.yaml"
+_KINDS = {
+    "rank": "trainer.tinker",
+    "engine": "services.engine",
+    "agent": "services.rollout",
+}
+"""What is killed in a job group, by the module that it runs."""
+_GAVE_UP = "APIConnectionError"
 _STUCK_S = 900.0
 """Seconds without a kill after which clients must have ended."""
 Seen = dict[str, set[str]]
@@ -44,6 +58,7 @@ Seen = dict[str, set[str]]
 
 def _serve(words: Sequence[str], log: Path) -> None:
     """Runs `rlhf tinker` in this process."""
+    os.setsid()
     with log.open("ab") as stream:
         os.dup2(stream.fileno(), 1)
         os.dup2(stream.fileno(), 2)
@@ -78,20 +93,83 @@ class Server:
         self._process = self._context.Process(target=_serve, args=(self._words, self._log))
         self._process.start()
 
-    def kill(self) -> None:
-        """Ends it as the kernel does when memory is short."""
+    def kill(self) -> str:
+        """Ends it as the kernel does when memory is short; returns what was killed."""
         self._process.kill()
         self._process.join()
+        return "server"
 
     def stop(self) -> None:
         """Ends it with SIGTERM."""
         self._process.terminate()
         self._process.join()
 
-    def check(self) -> None:
-        """Raises RuntimeError when it has ended by itself."""
+    @property
+    def answers(self) -> bool:
+        """Whether it has started. Raises RuntimeError when it has ended by itself."""
         if not self._process.is_alive():
             raise RuntimeError(f"the server ended: {self._log.read_text()[-2000:]}")
+        return healthy(f"{self.url}/health")
+
+
+class JobGroup:
+    """The job group of Tinker's API on this machine: two ranks, and a rollout node with its engine.
+
+    Its runner starts again what was killed, as SkyPilot does.
+    """
+
+    def __init__(self, directory: Path, model: str, name: str, chance: random.Random) -> None:
+        folder = directory / "group"
+        folder.mkdir()
+        settings = {
+            "MODEL_NAME": str(Path(model).absolute()),
+            "RLHF_ROLLOUT__ENGINE": "embedded",
+            "RLHF_TINKER__NAME": name,
+        }
+        self._group = _Group(folder, settings)
+        self._chance = chance
+        self._running = ExitStack()
+        self.directory = self._group.run_dir
+        self._running.enter_context(self._group.running())
+        while not (hosts := self._hosts()):
+            time.sleep(_LOOK_EVERY_S)
+        place = next(place for host, place in hosts.items() if host.startswith("tinker-server-0."))
+        self.url = f"http://{place.address}:{8007 + place.port_shift}"
+
+    def _hosts(self) -> Mapping[str, LocalHost]:
+        texts = [process.env.get("JOBGROUP_HOSTS", "") for process in self._group.processes()]
+        return parse_hosts(next(filter(None, texts), ""))
+
+    def start(self) -> None:
+        """Does nothing: the runner starts it."""
+
+    def kill(self) -> str:
+        """Kills a rank, the engine or its agent; returns which."""
+        while True:
+            kind = self._chance.choice(list(_KINDS))
+            found = [process for process in self._group.processes() if _KINDS[kind] in process.argv]
+            if found and send(self._chance.choice(found).pid, signal.SIGKILL):
+                return kind
+
+    def stop(self) -> None:
+        self._running.close()
+
+    @property
+    def answers(self) -> bool:
+        """Whether rank 0 has started."""
+        assert self._group.process is not None
+        if self._group.process.poll() is not None:
+            raise RuntimeError(f"the job group ended: {self._group.output()[-2000:]}")
+        return healthy(f"{self.url}/health")
+
+
+class _Group(Group):
+    def _command(self) -> list[str]:
+        command = super()._command()
+        text = _YAML.read_text()
+        text = text.replace("max_restarts_on_errors: 3", "max_restarts_on_errors: 1000")
+        (self.folder / "jobgroup.yaml").write_text(text)
+        return [*command, "--num-nodes", "rollout-server=1", "--num-nodes", "tinker-server=2"]
 
 
 class Client:
@@ -100,14 +178,20 @@ class Client:
     def __init__(self, command: Sequence[str], log: Path, url: str) -> None:
         self.log = log
         self._command = command
-        self._env = {**os.environ, "TINKER_BASE_URL": url, "TINKER_API_KEY": "tml-local"}
+        key = f"tml-{os.environ.get('API_TOKEN', 'local')}"
+        self._env = {**os.environ, "TINKER_BASE_URL": url, "TINKER_API_KEY": key}
         self._env.pop("PYTHONPATH", None)
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
         with self.log.with_suffix(".out").open("ab") as out:
             self._process = subprocess.Popen(
-                self._command, env=self._env, stdin=subprocess.DEVNULL, stdout=out, stderr=out
+                self._command,
+                env=self._env,
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=out,
+                start_new_session=True,
             )
 
     def kill(self) -> None:
@@ -120,10 +204,14 @@ class Client:
         """Whether it has not ended. Raises RuntimeError when it has failed."""
         assert self._process is not None
         status = self._process.poll()
-        if status:
-            said = self.log.with_suffix(".out").read_text()
-            raise RuntimeError(f"a client ended with {status}: {said[-2000:]}")
-        return status is None
+        if not status:
+            return status is None
+        said = self.log.with_suffix(".out").read_text()[-2000:]
+        # The SDK tries to begin a session for a few seconds only.
+        if _GAVE_UP not in said.splitlines()[-1]:
+            raise RuntimeError(f"a client ended with {status}: {said}")
+        self.start()
+        return True
 
     def seen(self, server: Path) -> Seen:
         """Returns what it has logged and saved; the server has ended."""
@@ -153,14 +241,10 @@ def _rows(path: Path) -> list[dict[str, Any]]:
 class Played:
     """What came of one run of the clients."""
 
-    seen: list[Seen]
-    server_kills: int = 0
-    client_kills: int = 0
+    seen: list[Seen] = field(default_factory=list)
+    kills: Counter[str] = field(default_factory=Counter)
+    """By what was killed."""
     seconds: float = 0.0
-
-    @property
-    def kills(self) -> int:
-        return self.server_kills + self.client_kills
 
 
 def play(arguments: argparse.Namespace, directory: Path, *, kills: int, seed: int) -> Played:
@@ -169,8 +253,11 @@ def play(arguments: argparse.Namespace, directory: Path, *, kills: int, seed: in
     """
     directory.mkdir()
     chance = random.Random(seed)
-    played = Played([])
-    server = Server(directory, arguments.model, arguments.name)
+    server: Server | JobGroup
+    if arguments.group:
+        server = JobGroup(directory, arguments.model, arguments.name, chance)
+    else:
+        server = Server(directory, arguments.model, arguments.name)
     clients = []
     for number in range(arguments.clients):
         log = directory / f"client-{number}"
@@ -178,26 +265,13 @@ def play(arguments: argparse.Namespace, directory: Path, *, kills: int, seed: in
         values = {"python": arguments.python, "name": arguments.name, "log": log, "rate": rate}
         words = shlex.split(arguments.client.format(**values))
         clients.append(Client(words, log, server.url))
+    played = Played()
     begun = time.monotonic()
     server.start()
     for client in clients:
         client.start()
     try:
-        while running := [client for client in clients if client.runs]:
-            wait_s = chance.uniform(0, arguments.pause) if played.kills < kills else _STUCK_S
-            if not _all_run_for(wait_s, running, server):
-                continue
-            if played.kills >= kills:
-                raise RuntimeError(f"the clients have not ended after {wait_s:.0f} s")
-            if chance.random() < arguments.of_clients:
-                victim = chance.choice(running)
-                victim.kill()
-                victim.start()
-                played.client_kills += 1
-            else:
-                server.kill()
-                server.start()
-                played.server_kills += 1
+        _kill(arguments, chance, kills, clients=clients, server=server, killed=played.kills)
         played.seconds = time.monotonic() - begun
     finally:
         for client in clients:
@@ -207,12 +281,45 @@ def play(arguments: argparse.Namespace, directory: Path, *, kills: int, seed: in
     return played
 
 
-def _all_run_for(seconds: float, clients: Sequence[Client], server: Server) -> bool:
+def _kill(
+    arguments: argparse.Namespace,
+    chance: random.Random,
+    kills: int,
+    *,
+    clients: Sequence[Client],
+    server: Server | JobGroup,
+    killed: Counter[str],
+) -> None:
+    """Kills until the clients have ended, and counts what was killed."""
+    start_s = 1.0
+    while running := [client for client in clients if client.runs]:
+        # Some kills come while it starts, and continues what it had accepted.
+        if chance.random() > arguments.early:
+            begun = time.monotonic()
+            while not server.answers:
+                time.sleep(_LOOK_EVERY_S)
+            start_s = max(start_s / 2, time.monotonic() - begun)
+        is_last = killed.total() >= kills
+        wait_s = _STUCK_S if is_last else chance.uniform(0, arguments.pause * start_s)
+        if not _all_run_for(wait_s, running):
+            continue
+        if is_last:
+            raise RuntimeError(f"the clients have not ended after {wait_s:.0f} s")
+        if chance.random() < arguments.of_clients:
+            victim = chance.choice(running)
+            victim.kill()
+            victim.start()
+            killed["client"] += 1
+        else:
+            killed[server.kill()] += 1
+            server.start()
+
+
+def _all_run_for(seconds: float, clients: Sequence[Client]) -> bool:
     """Waits; returns False as soon as one of the clients has ended."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         time.sleep(_LOOK_EVERY_S)
-        server.check()
         if not all(client.runs for client in clients):
             return False
     return True
@@ -240,7 +347,9 @@ def parser() -> argparse.ArgumentParser:
     add("--clients", type=int, default=2, help="clients at once")
     add("--kills", type=int, default=200, help="kills in all")
     add("--of-clients", type=float, default=0.2, help="share of kills that are of clients")
-    add("--pause", type=float, default=4.0, help="most seconds between two kills")
+    add("--early", type=float, default=0.2, help="share of kills that do not wait for a start")
+    add("--pause", type=float, default=4.0, help="most time to a kill, in starts of the server")
+    add("--group", action="store_true", help="the job group with two ranks")
     add("--seed", type=int, default=0, help="draws who is killed and when")
     add("--dir", type=Path, help="where to work (default: a new directory)")
     return made
@@ -252,6 +361,8 @@ def main(argv: list[str] | None = None) -> None:
     """
     arguments = parser().parse_args(argv)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    if arguments.group:
+        os.environ.setdefault("API_TOKEN", secrets.token_hex(16))
     directory = arguments.dir or Path(tempfile.mkdtemp(prefix="tinker-kills-"))
     directory.mkdir(exist_ok=True)
     whole = play(arguments, directory / "whole", kills=0, seed=0)
@@ -263,13 +374,13 @@ def main(argv: list[str] | None = None) -> None:
         played = play(arguments, directory / f"seed-{seed}", kills=left, seed=seed)
         different = differences(whole.seen, played.seen)
         print(
-            f"seed {seed}: {played.server_kills} kills of the server, {played.client_kills} of "
-            f"clients, {played.seconds:.0f} s, {len(different)} differences",
+            f"seed {seed}: {played.kills.total()} kills {dict(played.kills)}, "
+            f"{played.seconds:.0f} s, {len(different)} differences",
             flush=True,
         )
         print("\n".join(different[:5]), end="\n" if different else "", flush=True)
         failed = failed or bool(different)
-        left -= played.kills
+        left -= played.kills.total()
         seed += 1
     raise SystemExit(int(failed))
 

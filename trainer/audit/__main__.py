@@ -18,6 +18,7 @@ from common.process.cli import CommandParser, positive, run
 from common.process.storage import storing
 from trainer.audit.comparison import STAGES, StageOutcome
 from trainer.observe.run_dir import check_run
+from trainer.tinker.settings import RECORDED
 
 _EPILOG = """\
 examples:
@@ -25,6 +26,7 @@ examples:
   rlhf audit runs/demo-seed0 --step 12 --stages completions rewards
   rlhf audit runs/demo-seed0 --certify certificate.json --seed "drawn in public" --count 5
   rlhf audit runs/demo-seed0/checkpoints/step_000060 --check certificate.json
+  rlhf audit runs/tinker                     operations of a Tinker server that has ended
 
 The run must have been made with trainer.audit true. Each stage is re-executed from what the run
 recorded, and compared bit for bit; where bits cannot be compared, the line says why and states the
@@ -45,11 +47,12 @@ def parser() -> CommandParser:
     usage = (
         "RUN_DIR --step STEP [--stages STAGE …]\n"
         "       rlhf audit RUN_DIR --certify FILE --seed SEED [--count N]\n"
-        "       rlhf audit WEIGHTS_DIR --check FILE"
+        "       rlhf audit WEIGHTS_DIR --check FILE\n"
+        "       rlhf audit TINKER_DIR"
     )
     made = CommandParser("rlhf audit", __doc__ or "", usage, _EPILOG)
     made.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="directory of the run")
-    what = made.add_mutually_exclusive_group(required=True)
+    what = made.add_mutually_exclusive_group()
     what.add_argument("--step", type=positive, metavar="STEP", help="the step to re-execute")
     what.add_argument(
         "--certify",
@@ -97,6 +100,10 @@ def main(argv: list[str] | None = None) -> None:
         from trainer.audit.certify import check_certificate
 
         raise SystemExit(check_certificate(arguments.check, arguments.run_dir))
+    if (arguments.run_dir / RECORDED).exists():
+        raise SystemExit(_audit_tinker(arguments.run_dir, words))
+    if not arguments.certify and arguments.step is None:
+        made.error("one of the arguments --step --certify --check is required")
     if arguments.certify:
         if not arguments.seed:
             made.error("the following arguments are required: --seed")
@@ -152,6 +159,17 @@ def main(argv: list[str] | None = None) -> None:
         with storing(arguments.json.name, arguments.json, "--json", "make room"):
             arguments.json.write_bytes(msgspec.json.encode(outcomes))
     raise SystemExit(_conclude(outcomes))
+
+
+def _audit_tinker(directory: Path, words: Sequence[str]) -> int:
+    """Executes again what a Tinker server has computed, on as many ranks; returns the status."""
+    with _waits_told():
+        from trainer.audit.tinker import audit_tinker, recorded_setup  # torch: slow to import
+
+        setup = recorded_setup(directory)
+        if setup.world_size == 1 or _RANK in os.environ:
+            return audit_tinker(directory)
+    return _run_ranks(setup.world_size, setup.threads, words)
 
 
 @contextmanager

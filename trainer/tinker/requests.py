@@ -14,7 +14,8 @@ from common.wire.codec import parse_json
 from common.wire.schemas import AtMost
 from trainer.tinker.interface import AdamParams, LoraSpec
 
-Metadata = dict[str, Any]
+Metadata = Annotated[dict[str, Any], AtMost(1000)]
+Labels = Annotated[dict[str, str], AtMost(1000)]
 _B = TypeVar("_B", bound=BaseModel)
 _Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$")]
 _Ttl = Annotated[int, Field(ge=3600, le=10 * 366 * 86400)]
@@ -44,7 +45,7 @@ class Page(BaseModel):
 class CreateSession(TinkerBody):
     """Begins a session."""
 
-    tags: list[str] = []
+    tags: Annotated[list[str], AtMost(1000)] = []
     user_metadata: Metadata | None = None
     sdk_version: str = ""
     project_id: str | None = None
@@ -100,7 +101,7 @@ class SaveWeights(Numbered):
     path: _Name | None = None
     ttl_seconds: _Ttl | None = None
     overwrite: bool = False
-    user_metadata: dict[str, str] | None = None
+    user_metadata: Labels | None = None
 
 
 class SaveForSampler(Numbered):
@@ -111,7 +112,7 @@ class SaveForSampler(Numbered):
     kind: Literal["snapshot"] = "snapshot"
     """`inflight`, which changes under its requests, is not served."""
     ttl_seconds: _Ttl | None = None
-    user_metadata: dict[str, str] | None = None
+    user_metadata: Labels | None = None
 
 
 class SaveExternal(Numbered):
@@ -119,7 +120,7 @@ class SaveExternal(Numbered):
 
     path: _Name
     ttl_seconds: _Ttl | None = None
-    age_encryption_recipients: Annotated[list[str], Field(max_length=0)] | None = None
+    age_encryption_recipients: Annotated[list[str], AtMost(0)] | None = None
     """Files are not encrypted: they do not leave the server but to their owner."""
 
 
@@ -166,7 +167,7 @@ class Chunk(BaseModel):
     """Tokens of a prompt."""
 
     model_config = ConfigDict(extra="forbid")
-    tokens: list[int]
+    tokens: Annotated[list[int], AtMost(1 << 20)]
     type: Literal["encoded_text"] = "encoded_text"
 
 
@@ -174,7 +175,7 @@ class PromptChunks(BaseModel):
     """A prompt of text."""
 
     model_config = ConfigDict(extra="forbid")
-    chunks: list[Chunk]
+    chunks: Annotated[list[Chunk], AtMost(10_000)]
 
 
 class SampleParams(BaseModel):
@@ -183,7 +184,9 @@ class SampleParams(BaseModel):
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     seed: int | None = None
-    stop: str | list[str] | list[int] | None = None
+    stop: str | Annotated[list[str], AtMost(1000)] | Annotated[list[int], AtMost(1000)] | None = (
+        None
+    )
     """None: at the model's end of text; an empty list: at nothing; others: at these and the end."""
     temperature: Annotated[float, Field(ge=0)] = 1.0
     top_k: Annotated[int, Field(ge=-1)] = -1
@@ -199,8 +202,8 @@ class TokenTensor(BaseModel):
     data: Annotated[list[Annotated[int, Field(ge=-1)]], AtMost(1 << 20)]
     dtype: Literal["int64"]
     shape: tuple[PositiveInt, PositiveInt]
-    sparse_crow_indices: list[int] | None = None
-    sparse_col_indices: list[int] = []
+    sparse_crow_indices: Annotated[list[int], AtMost(1 << 20)] | None = None
+    sparse_col_indices: Annotated[list[int], AtMost(1 << 20)] = []
 
     @property
     def tokens(self) -> list[int]:
@@ -283,7 +286,7 @@ class RetrieveMany(TinkerBody):
     target: Target
     prev_cursor: Annotated[int, Field(ge=0)] = 0
     timeout: Annotated[float, Field(ge=0)] | None = None
-    retrieved_request_ids: Annotated[list[str], Field(max_length=100_000)] = []
+    retrieved_request_ids: Annotated[list[str], AtMost(100_000)] = []
 
 
 class TinkerPath(TinkerBody):

@@ -26,7 +26,7 @@ from trainer.tinker.interface import LoraSpec
 from trainer.weights.tensor_file import write_tensors
 
 _OPTIMIZER = "optimizer.safetensors"
-_RUN = "run.json"
+RUN = "run.json"
 _FORMAT = 1
 _T = TypeVar("_T")
 
@@ -52,7 +52,7 @@ def write(saved: Saved, config: str, folder: Path) -> None:
         if saved.optimizer:
             sums[_OPTIMIZER] = _tensors(saved.optimizer, directory / _OPTIMIZER)
         content = {"lora": asdict(saved.spec), "alpha": saved.alpha, "checksums": sums}
-        (directory / _RUN).write_text(json.dumps({"format": _FORMAT, **content}))
+        (directory / RUN).write_text(json.dumps({"format": _FORMAT, **content}))
 
     _durably(folder, files)
 
@@ -67,7 +67,7 @@ def read(folder: Path, optimizer: bool) -> Saved:
 
     Raises NotFound for a folder without one, and InvalidInput for a file that has changed.
     """
-    path = folder / _RUN
+    path = folder / RUN
     if not path.is_file():
         raise NotFound(
             "there is no saved run", field="path", value=str(folder), remedy="save one there first"

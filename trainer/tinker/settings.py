@@ -22,6 +22,8 @@ _READ = (
     "algorithm.rollout_correction",  # not used, but its value follows from the engine
     "sampling.max_new_tokens",  # not used, but it must leave room in the context
 )
+RECORDED = "settings.json"
+"""In the directory of a server: what the bits of its results depend on."""
 WORDS = {
     "--model": "--model.name",
     "--dir": "--trainer.run_dir",

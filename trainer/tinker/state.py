@@ -107,6 +107,10 @@ class State:
         """Returns the directory of a checkpoint's files."""
         return self._folder(checkpoint.run) / checkpoint.folder
 
+    def snapshot(self, run: TinkerRun) -> Path:
+        """Returns the directory of a run's last snapshot."""
+        return self.folder(run) / f"state-{run.snapshot}"
+
     def _folder(self, run: str) -> Path:
         return self._directory / "runs" / run.replace(":", "-")
 
@@ -147,7 +151,7 @@ class State:
         """Removes files that no fact names: what a killed process had begun, or not removed yet."""
         named = {self.files(each) for each in self.all(Checkpoint)}
         for run in self.all(TinkerRun):
-            named.add(self.folder(run) / f"state-{run.snapshot}")
+            named.add(self.snapshot(run))
         for folder in self._directory.glob("runs/*/*"):
             if folder not in named:
                 shutil.rmtree(folder, ignore_errors=True)
@@ -157,7 +161,7 @@ async def remove_files(folder: Path) -> None:
     """Removes a folder if it is there. Its name is free at once; many gigabytes go in a thread."""
     gone = folder.with_name(f"{folder.name}.{secrets.token_hex(4)}")
     try:
-        Path(folder).rename(gone)
+        folder.rename(gone)  # noqa: ASYNC240
     except FileNotFoundError:
         return
     await asyncio.to_thread(shutil.rmtree, gone, ignore_errors=True)

@@ -1,11 +1,14 @@
 """Tinker's protobuf messages, against bytes that the SDK 0.38 has written."""
 
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from common.errors import InvalidInput, TooLarge
+from common.errors import InvalidInput, ServiceError, TooLarge
 from trainer.tinker.interface import Outputs
 from trainer.tinker.messages import (
     MESSAGES,
@@ -114,3 +117,16 @@ def test_samples_say_how_they_ended() -> None:
     # The SDK takes the token 0 with this log-probability for a place without any.
     assert np.frombuffer(found["top_of_prompt"]["tokens"], "<i4").tolist() == [0, 3]
     assert np.frombuffer(found["top_of_prompt"]["logprobs"], "<f4").tolist() == [-99999, -2]
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, len(_OF_SDK) - 1), st.integers(0, 255)), max_size=6),
+    st.integers(0, len(_OF_SDK)),
+)
+def test_a_damaged_message_is_refused_by_name(changes: list[tuple[int, int]], end: int) -> None:
+    body = bytearray(_OF_SDK)
+    for place, byte in changes:
+        body[place] = byte
+    with suppress(ServiceError):
+        address(bytes(body[:end]))
+        read_pass(bytes(body[:end]))

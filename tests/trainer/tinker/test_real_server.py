@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,9 @@ import numpy as np
 import pytest
 
 from tests.support.paths import ROOT
+from trainer.audit.__main__ import main as audit
 from trainer.tinker.messages import MESSAGES
+from trainer.tinker.store import TinkerStore
 
 pytestmark = pytest.mark.integration
 MODEL = "tiny/base"
@@ -169,6 +172,30 @@ def test_kills_at_random_moments_change_nothing(base_model: Path, tmp_path: Path
     weights = _weights(tmp_path / "whole")
     assert len(weights) == 2
     assert _weights(tmp_path / "killed") == weights
+
+    assert _audit(tmp_path / "killed") == 0
+    _change_an_answer(tmp_path / "killed")
+    assert _audit(tmp_path / "killed") == 1
+
+
+def _audit(directory: Path) -> object:
+    with pytest.raises(SystemExit) as ended:
+        audit([str(directory)])
+    return ended.value.code
+
+
+def _change_an_answer(directory: Path) -> None:
+    """Changes a recorded norm of the gradient, with its checksum, as only an attacker would."""
+    store = TinkerStore(directory / "tinker.sqlite")
+    line = next(line for line in store.applied() if line.endswith(":train:0"))
+    with store.transaction() as db:
+        result = store.result(line, 3)
+        assert result is not None
+        changed = result.content.replace(b"}}", b"1}}")
+        assert changed != result.content
+        db.execute("DELETE FROM results WHERE line = ? AND seq = 3", (line,))
+        store.finish(line, 3, replace(result, content=changed), repeatable=True)
+    store.close()
 
 
 def _with_kills(server: Server, kills: int, chance: random.Random) -> list[bytes]:

@@ -416,6 +416,46 @@ async def test_samples_are_of_the_weights_that_were_saved(tmp_path: Path) -> Non
         assert "checksum" in failed["error"]
 
 
+async def test_a_loop_that_goes_on_from_a_checkpoint_gets_the_same_samples(tmp_path: Path) -> None:
+    async def sampled(client: Client, run: str, seq: int) -> bytes:
+        saved = await client.post("save_weights_for_sampler", model_id=run, seq_id=seq)
+        name = (await client.result(saved["request_id"])).json()["sampling_session_id"]
+        return (await _sampled(client, name, seq=0)).content
+
+    async with _serving(tmp_path, CountingLearner(), EchoEngine()) as client:
+        run = await client.run()
+        first = await sampled(client, run, 1)
+        saved = await client.post("save_weights", model_id=run, seq_id=2, path="one")
+        path = (await client.result(saved["request_id"])).json()["path"]
+        expected = await sampled(client, run, 3)
+        assert expected != first  # the weights are the same, but the samples are others
+
+        client.session = (await client.post("create_session", tags=[]))["session_id"]
+        made = await client.post(
+            "load_weights", session_id=client.session, model_seq_id=0, path=path, optimizer=True
+        )
+        again = (await client.result(made["request_id"])).json()["model_id"]
+        assert await sampled(client, again, 1) == expected
+        assert await sampled(client, again, 2) not in (expected, first)
+        await client.step(again, 3)
+        assert (
+            await sampled(client, again, 4) == first
+        )  # of a gradient of 0: the weights are the same
+
+        for number in range(2):
+            await client.post(
+                "create_sampling_session",
+                session_id=client.session,
+                sampling_session_seq_id=number,
+                base_model=BASE,
+            )
+        samples = [
+            (await _sampled(client, f"{client.session}:sample:{number}", seq=0)).content
+            for number in range(2)
+        ]
+        assert samples[0] != samples[1]
+
+
 async def _sampled(client: Client, sampler: str, seq: int, **more: Any) -> httpx.Response:
     made = await client.post(
         "asample",
