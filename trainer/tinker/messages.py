@@ -131,7 +131,7 @@ def _dense(message: dict[str, Any], field: str) -> Array:
             return values.reshape(shape) if shape else values
 
         rows, width = shape
-        if rows * width > _MOST_NUMBERS:
+        if max(rows, rows * width) > _MOST_NUMBERS:
             raise InvalidInput(
                 f"a sparse tensor stands for more than {_MOST_NUMBERS:,} numbers",
                 field=field,
@@ -144,7 +144,7 @@ def _dense(message: dict[str, Any], field: str) -> Array:
         places = (np.repeat(np.arange(rows), np.diff(row_ends)), columns)
         dense[places] = _array(sparse["values"], dtype, field)
         return dense
-    except (ValueError, IndexError, TypeError) as error:
+    except (ValueError, IndexError, TypeError, OverflowError) as error:
         raise InvalidInput(
             f"a tensor does not have its shape: {error}", field=field, value=shape
         ) from None

@@ -20,6 +20,7 @@ _READ = (
     "trainer.run_dir",
     "reproducible",
     "algorithm.rollout_correction",  # not used, but its value follows from the engine
+    "sampling.max_new_tokens",  # not used, but it must leave room in the context
 )
 RECORDED = "settings.json"
 """In the directory of a server: what the bits of its results depend on."""
@@ -38,7 +39,12 @@ TINKER_SETTINGS = SettingsSubset(
     "These are short for model.name, trainer.run_dir, tinker.name, tinker.port and tinker.host.",
     does="rlhf tinker computes what its clients ask for",
     reads=[*_READ, *(name for name in names() if name.partition(".")[0] in _SECTIONS)],
-    defaults={"trainer.run_dir": "runs/tinker", "reproducible": True, "rollout.engine": "embedded"},
+    defaults={
+        "trainer.run_dir": "runs/tinker",
+        "reproducible": True,
+        "rollout.engine": "embedded",
+        "sampling.max_new_tokens": 1,
+    },
     meanings={
         "trainer.run_dir": "Directory of all that the server keeps: operations, states of runs, "
         "saved weights, logs.",

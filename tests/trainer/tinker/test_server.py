@@ -12,6 +12,7 @@ import httpx
 import numpy as np
 import pytest
 
+from common.settings.config import load
 from common.weights.checksums import checksum
 from services.rollout.engine_client import EngineClient
 from tests.support.tinker.stand_ins import BASE, CountingLearner, EchoEngine, make_server
@@ -22,6 +23,7 @@ from trainer.tinker.app import create_tinker_app
 from trainer.tinker.clients import Clients
 from trainer.tinker.messages import MESSAGES
 from trainer.tinker.sampling import Adapters
+from trainer.tinker.settings import TINKER_SETTINGS
 
 _KILLS = int(os.environ.get("TINKER_KILLS", "6"))
 _KEYS = {"TINKER_KEYS": "ann=tml-ann-0123456789,bob=tml-bob-0123456789"}
@@ -739,3 +741,9 @@ async def test_only_the_newest_unnamed_weights_are_kept(
         assert {name[-1] for name in found["sampler_ids"]} == {"3", "4"}
         folders = await asyncio.to_thread(list, tmp_path.glob("runs/*/sampler_weights-*"))  # noqa: ASYNC240
         assert len(folders) == 3
+
+
+def test_a_short_context_needs_no_other_setting() -> None:
+    words = ["--model.name", "model", "--rollout.max_context_tokens", "256"]
+    config = load(words, {}, prog="rlhf tinker", subset=TINKER_SETTINGS)
+    assert config.rollout.max_context_tokens == 256
