@@ -1,6 +1,6 @@
-"""Ten causes put into small runs: does `rlhf why` name each of them first?
+"""Ten causes put into small runs: does `rlhf why` name each first, and none in a healthy run?
 
-    python -m checks.causes                 # all ten, about three minutes on two idle cores
+    python -m checks.causes                 # all, about three minutes on two idle cores
     python -m checks.causes a_leak          # some
     python -m checks.causes --seed 7        # other problems, prompts and answers
 
@@ -152,7 +152,7 @@ def named(name: str, seed: int, directory: Path) -> tuple[str, str, str]:
 
 
 def main() -> None:
-    """Prints a line for each cause; exits with 1 if more than one of ten has another name."""
+    """Prints a line for each run; exits with 1 if more than one of ten has another name."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(CAUSES))
     parser.add_argument(
@@ -170,9 +170,9 @@ def main() -> None:
             place = (arguments.keep or Path(temporary)) / name
             expected, first, what = named(name, arguments.seed, place)
             right += expected == first
-            sign = "named first" if expected == first else f"NOT NAMED ({expected}), but {first}"
-            console.print(f"{name}: {sign}: {what}", highlight=False, markup=False)
-    console.print(f"{right} of {len(chosen)} causes are named first")
+            sign = "right" if expected == first else f"WRONG, it is {expected}"
+            console.print(f"{name}: {first}, {sign}: {what}", highlight=False, markup=False)
+    console.print(f"right in {right} of {len(chosen)} runs")
     sys.exit(right < 0.9 * len(chosen))
 
 

@@ -324,7 +324,7 @@ class Liveness:
                     case "here":
                         self._answers[peer] = message.where or Where()
                         self._answered.set()
-        del self._connections[peer]
+        self._connections.pop(peer, None)
         writer.close()
         self._depart(_Message(word="gone", rank=peer, how="died"))
 
@@ -408,6 +408,7 @@ class Liveness:
         for writer in self._connections.values():
             with suppress(OSError):
                 writer.write_eof()
+        self._connections = {}  # nothing can be sent after the end
         if self._listeners:
             await asyncio.wait(self._listeners, timeout=_SHUTDOWN_S)
 

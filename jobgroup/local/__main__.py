@@ -191,10 +191,9 @@ def _say_reason(node: Node, screen: Screen) -> None:
     """Shows a failed node's last lines, and how it ended if they cannot say it."""
     screen.tail(node.name, node.last_lines, node.log)
     status = node.ended.result()
-    if status > SIGNALLED:
-        screen.say(f"{node.name} {how_ended(status)}", loud=True)
-    elif not node.last_lines:
-        screen.say(f"{node.name} {how_ended(status)} and printed nothing", loud=True)
+    if status > SIGNALLED or not node.last_lines:
+        silent = "" if node.last_lines else " and printed nothing"
+        screen.say(f"{node.name} {how_ended(status)}{silent}", loud=True)
 
 
 def _clear(directory: Path, log_dir: Path) -> None:

@@ -5,7 +5,6 @@ HTTP API.
 import argparse
 import logging
 import os
-import sys
 from pathlib import Path
 
 from common.errors import ConfigError, NotReady
@@ -15,9 +14,6 @@ from common.process.logs import setup_logging
 from common.process.topology import setting_status
 
 _CRASHED = 70  # EX_SOFTWARE
-_SWITCH_S = 0.0005
-"""After so long a thread that needs Python's lock gets it. Every operator of torch gives it away
-for a moment, so that by default a step waits 5 ms, many times, while answers are written."""
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
@@ -85,7 +81,6 @@ def main() -> None:
         from services.engine.model import Model
         from services.http.app import serve
 
-    sys.setswitchinterval(_SWITCH_S)
     transformers.utils.logging.disable_progress_bar()
     try:
         device = choose_device(arguments.device, "--device")

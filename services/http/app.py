@@ -4,7 +4,6 @@ their server.
 
 import asyncio
 import contextlib
-import gc
 import inspect
 import logging
 import signal
@@ -23,7 +22,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from common import VERSION
 from common.errors import ConfigError, NotReady, ServiceLost
-from common.process import progress, watchdog
+from common.process import garbage, progress, watchdog
 from common.process.logs import event
 from common.process.metrics import Metrics
 from common.process.security import check_certificate, is_loopback, tls, token
@@ -384,21 +383,10 @@ def serve(app: FastAPI, host: str, port: int, settings: str = "") -> None:
     shown = f": {settings}" if settings else ""
     started = event("started")
     log.info("%s %s listens on %s%s", app.title, VERSION, server.url, shown, extra=started)
-    _collect_garbage_less_often()
+    garbage.collect_less_often(garbage.OF_SERVICE)
     uvloop.run(server.serve(sockets=[sock]))
     if not server.started:
         raise _did_not_start(app)
-
-
-def _collect_garbage_less_often() -> None:
-    """Leaves the modules out of collections, and collects after 100,000 new objects, not after 700.
-
-    Requests in progress hold hundreds of objects each. Scans of these and of the modules, none of
-    them garbage, took a third of a server's processor time (`python -m benchmarks.agents calls`).
-    """
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(100_000)
 
 
 def _did_not_start(app: FastAPI) -> NotReady:

@@ -1,126 +1,318 @@
-"""Which changes of the code do the tests of a room notice?
+"""Which small changes of a room's code do its tests notice?
 
-    make mutants ROOM=trainer/observe [COUNT=60] [SEED=0]
-    python -m tests.support.mutants common/process/run_lock.py --tests tests/common/process
+    make mutants ROOM=trainer/observe [N=40] [SEED=0] [TESTS=tests/trainer/observe]
 
-mutmut makes the mutants and runs the tests that reach each of them, in a copy of the repository.
-Those that survive are printed as diffs; the last line has the score.
+The changes are drawn by a seed from all that `operators` makes in the bodies of functions. Each is
+tried in a process of its own, forked after all imports, by the quick tests that reach the changed
+function: those that notice nothing are printed. What is only wording is not changed: strings with
+a space, log lines, docstrings and annotations.
+
+    collect ─► run each test once: which functions does it reach? ─► fork for each change:
+               replace the code of the function ─► run its tests ─► has one failed?
 """
 
 import argparse
-import json
+import ast
+import contextlib
+import functools
+import gc
+import importlib
 import os
+import pickle
 import random
-import shutil
-import subprocess
+import resource
+import signal
 import sys
-import tempfile
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from types import CodeType, FrameType, FunctionType
+from typing import Any
 
+import pytest
+
+from tests.support import operators
+from tests.support.operators import Change
 from tests.support.paths import ROOT
 
-_TIMEOUT = "10.0"
-"""So many times as long as its tests a mutant may take, before it counts as noticed."""
-_SURVIVED = ("🙁", "🫥")
-"""How mutmut marks a mutant that no test notices or reaches."""
+_TESTS = {
+    "common/weights": ["tests/trainer/weights", "tests/services/rollout"],
+    "jobgroup/doctor": ["tests/jobgroup"],
+    "learning/experts.py": ["tests/learning", "tests/trainer/policy"],
+    "learning/sharding.py": ["tests/learning", "tests/trainer/policy"],
+    "services/data/stream.py": ["tests/services/data"],
+    "services/replay/store.py": ["tests/services/replay"],
+    "services/sandbox": ["tests/services/reward"],
+}
+"""The tests of rooms that have no folder or file of tests of the same name."""
+_CPU_S = 10
+_WALL_S = 20.0
+"""Seconds that a change may take beyond five times those of its tests; then it counts as noticed."""
+_TIMES = 5
+_NOTICED = 1
+_Key = tuple[str, str, int]
+"""The file, qualified name and first line of a function."""
 
 
-def copied(target: Path) -> None:
-    """Copies the files of the repository as they are, and links its caches."""
-    listed = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
-    names = subprocess.run(listed, cwd=ROOT, check=True, capture_output=True, text=True).stdout
-    for name in names.splitlines():
-        source = ROOT / name
-        if source.is_file() and not source.is_symlink():
-            (target / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(source, target / name)
-    (target / "mutants").mkdir()
-    (target / "mutants" / ".cache").symlink_to(ROOT / ".cache")
+def _key(code: CodeType) -> _Key:
+    return code.co_filename, code.co_qualname, code.co_firstlineno
 
 
-def tests_of(room: Path) -> str:
+def _codes(code: CodeType) -> Iterator[CodeType]:
+    """Yields a code object and those inside it."""
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _codes(constant)
+
+
+@dataclass
+class _Reached:
+    """What the tests did without a change."""
+
+    tests: dict[_Key, set[int]] = field(default_factory=lambda: defaultdict(set))
+    """The indices of the tests that reach each function."""
+    seconds: dict[int, float] = field(default_factory=dict)
+    failed: list[str] = field(default_factory=list)
+
+
+class _Mutants:
+    """A plugin of pytest that tries the changes instead of running the tests."""
+
+    def __init__(self, files: Sequence[Path], count: int, seed: int) -> None:
+        self._files = {str(path) for path in files}
+        self._trees = {str(path): ast.parse(path.read_text(encoding="utf-8")) for path in files}
+        every = [
+            change
+            for path, tree in self._trees.items()
+            for change in operators.changes(Path(path), tree)
+        ]
+        self.total = len(every)
+        self.drawn = random.Random(seed).sample(every, min(count, len(every)))
+        self.survivors: list[tuple[Change, int]] = []
+        self._functions: dict[_Key, list[FunctionType]] = defaultdict(list)
+        self._is_setup = False
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_setup(self) -> Iterator[None]:
+        self._is_setup = True
+        try:
+            return (yield)
+        finally:
+            self._is_setup = False
+
+    def pytest_runtestloop(self, session: pytest.Session) -> bool:
+        if session.testsfailed:
+            raise session.Interrupted("a file of tests cannot be collected")
+        # Tests that start processes come last, since the others are quick.
+        session.items.sort(key=lambda item: item.get_closest_marker("integration") is not None)
+        session.config.pluginmanager.unregister(name="terminalreporter")
+        for path in self._files:
+            name = ".".join(Path(path).relative_to(ROOT).with_suffix("").parts)
+            importlib.import_module(name.removesuffix(".__init__"))
+        gc.unfreeze()
+        for each in gc.get_objects():
+            if type(each) is FunctionType and each.__code__.co_filename in self._files:
+                self._functions[_key(each.__code__)].append(each)
+        reached: _Reached = pickle.loads(_in_a_child(lambda: self._reached(session)))  # noqa: S301
+        if reached.failed:
+            raise session.Interrupted(f"without a change these fail: {reached.failed}")
+        self._refuse_blindness(session, reached)
+        for change in self.drawn:
+            tests = self._tests(change, reached)
+            if not tests or not self._notices(session, change, tests, reached):
+                self.survivors.append((change, len(tests)))
+        return True
+
+    def _reached(self, session: pytest.Session) -> bytes:
+        """Runs every test once; returns what each reaches."""
+        found = _Reached()
+        by_file = defaultdict(set)
+        for index, item in enumerate(session.items):
+            by_file[item.path].add(index)
+
+        for index, item in enumerate(session.items):
+            # A fixture may be shared by the tests of a file.
+            together = by_file[item.path]
+
+            def saw(frame: FrameType, event: str, _: Any, index: int = index) -> None:
+                if frame.f_code.co_filename in self._files:
+                    tests = together if self._is_setup else {index}  # noqa: B023
+                    found.tests[_key(frame.f_code)] |= tests
+
+            began = time.perf_counter()
+            threading.settrace(saw)
+            sys.settrace(saw)
+            _run(session, [index])
+            sys.settrace(None)
+            threading.settrace(None)  # type: ignore[arg-type]
+            found.seconds[index] = time.perf_counter() - began
+            if session.testsfailed:
+                session.testsfailed = 0
+                found.failed.append(item.nodeid)
+        found.tests = dict(found.tests)
+        return pickle.dumps(found)
+
+    def _tests(self, change: Change, reached: _Reached) -> list[int]:
+        """Returns the tests that reach a change, in their order."""
+        found = set[int]()
+        for key in self._changed(change):
+            found |= reached.tests.get(key, set())
+        return sorted(found)
+
+    def _changed(self, change: Change) -> dict[_Key, CodeType]:
+        """Returns the new code of the functions that a change makes different."""
+        tree = self._trees[str(change.path)]
+        before = compile(tree, str(change.path), "exec")
+        with change.made():
+            after = compile(tree, str(change.path), "exec")
+        known = {_key(code): code for code in _codes(before)}
+        found = {}
+        for code in _codes(after):
+            old = known.get(_key(code))
+            if old is not None and old != code and code.co_name != "<module>":
+                found[_key(code)] = code
+        return found
+
+    def _notices(
+        self, session: pytest.Session, change: Change, tests: list[int], reached: _Reached
+    ) -> bool:
+        codes = self._changed(change)
+        seconds = sum(reached.seconds[index] for index in tests)
+
+        def run() -> int:
+            # The functions exist already, and may have been handed on: only their code changes.
+            for key, code in codes.items():
+                for function in self._functions[key]:
+                    function.__code__ = code
+            return _run(session, tests)
+
+        return _fails(run, seconds)
+
+    def _refuse_blindness(self, session: pytest.Session, reached: _Reached) -> None:
+        """Raises if the tests pass although every function that one of them reaches raises."""
+        broken = compile("def broken(): raise AssertionError('planted')", "planted", "exec")
+        code = next(_codes(broken.co_consts[0]))
+
+        def run() -> int:
+            for key in reached.tests:
+                for function in self._functions[key]:
+                    if not function.__closure__:
+                        function.__code__ = code.replace(co_qualname=key[1])
+            return _run(session, range(len(session.items)))
+
+        if not _fails(run, sum(reached.seconds.values())):
+            raise session.Interrupted("the tests do not run the code that is changed")
+
+
+def _run(session: pytest.Session, tests: Sequence[int]) -> int:
+    """Runs tests of a session, until one fails."""
+    for index, after in zip(tests, [*tests[1:], None], strict=True):
+        item = session.items[index]
+        following = None if after is None else session.items[after]
+        item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
+        if session.testsfailed:
+            return _NOTICED
+    return 0
+
+
+def _silenced() -> None:
+    quiet = os.open(os.devnull, os.O_RDWR)
+    for number in (0, 1, 2):
+        os.dup2(quiet, number)
+
+
+def _in_a_child(work: Callable[[], bytes]) -> bytes:
+    """Returns what a forked process computes, so that this one stays as it was."""
+    source, target = os.pipe()
+    child = os.fork()
+    if not child:
+        _silenced()
+        with os.fdopen(target, "wb") as output:
+            output.write(work())
+        os._exit(0)
+    os.close(target)
+    with os.fdopen(source, "rb") as result:
+        found = result.read()
+    os.waitpid(child, 0)
+    return found
+
+
+def _fails(run: Callable[[], int], seconds: float) -> bool:
+    """Returns whether tests that took `seconds` fail, or take far longer, in a forked process."""
+    child = os.fork()
+    if not child:
+        os.setsid()
+        _silenced()
+        limit = _CPU_S + round(_TIMES * seconds)
+        resource.setrlimit(resource.RLIMIT_CPU, (limit, limit))
+        status = 2
+        with contextlib.suppress(BaseException):
+            status = run()
+        os._exit(status)
+    end = time.monotonic() + _WALL_S + _TIMES * seconds
+    while time.monotonic() < end:
+        done, status = os.waitpid(child, os.WNOHANG)
+        if done:
+            return status != 0
+        time.sleep(0.01)
+    os.killpg(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    return True
+
+
+def files_of(rooms: Sequence[str]) -> list[Path]:
+    """Returns the Python files of folders and files."""
+    found = []
+    for room in rooms:
+        place = ROOT / room
+        found += sorted(place.rglob("*.py")) if place.is_dir() else [place]
+    return found
+
+
+def tests_of(room: str) -> list[str]:
     """Returns the tests of a folder or of a file."""
-    folder = Path("tests") / room.parent / room.stem
-    file = folder.with_name(f"test_{room.stem}.py")
-    for place in (folder, file, folder.parent):
+    if room in _TESTS:
+        return _TESTS[room]
+    path = Path(room)
+    folder = Path("tests") / path.parent / path.stem
+    for place in (folder, folder.with_name(f"test_{path.stem}.py"), folder.parent):
         if (ROOT / place).exists():
-            return str(place)
-    raise SystemExit(f"no tests of {room}: name them with --tests")
-
-
-def configure(target: Path, room: Path, tests: list[str]) -> None:
-    package = room.parts[0]
-    only = str(room) if room.suffix else f"{room}/*"
-    others = [path.name for path in target.iterdir() if path.name not in (package, "mutants")]
-    lists = {
-        "source_paths": [package],
-        "only_mutate": [only],
-        "also_copy": others,
-        "pytest_add_cli_args": ["-m", "not integration and not slow", "-p", "no:xdist"],
-        "pytest_add_cli_args_test_selection": tests,
-    }
-    lines = ["[mutmut]", f"timeout_multiplier = {_TIMEOUT}"]
-    for name, values in lists.items():
-        lines.append("\n    ".join([f"{name} =", *values]))
-    (target / "setup.cfg").write_text("\n".join(lines))
-
-
-_SHOW = """
-import sys
-from mutmut.mutation.diff_apply import get_diff_for_mutant
-for name in sys.argv[1:]:
-    print(get_diff_for_mutant(name))
-"""
-
-
-def run(target: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Runs Python with what it would import in the copy."""
-    paths = [str(target / "mutants"), os.environ.get("PYTHONPATH", "")]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
-    return subprocess.run(
-        [sys.executable, *arguments],
-        cwd=target,
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-
-
-def names_of_all(target: Path) -> list[str]:
-    """Makes the mutants, and runs the tests once to see what each reaches."""
-    made = run(target, "-m", "mutmut", "run", "--max-children", "1", "none")
-    found: list[str] = []
-    for path in (target / "mutants").rglob("*.py.meta"):
-        found += json.loads(path.read_text())["exit_code_by_key"]
-    if "nothing matches" not in made.stderr or not found:
-        raise SystemExit(made.stdout[-4000:] + made.stderr[-4000:])
-    return sorted(found)
+            return [str(place)]
+    raise SystemExit(f"no tests of {room}: name them with TESTS=…")
 
 
 def main() -> None:
-    """Prints the mutants that survive, and the score."""
+    """Prints the changes that no test notices, and the score."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("room", type=Path)
-    parser.add_argument("--tests", nargs="*", help="tests that are to notice them")
-    parser.add_argument("--count", type=int, default=60, help="mutants that are drawn")
+    parser.add_argument("rooms", nargs="+", help="folders or files")
+    parser.add_argument("--tests", nargs="*", help="tests that are to notice the changes")
+    parser.add_argument("--count", type=int, default=40, help="changes that are drawn")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
-    with tempfile.TemporaryDirectory(prefix="mutants-") as directory:
-        target = Path(directory)
-        copied(target)
-        configure(target, arguments.room, arguments.tests or [tests_of(arguments.room)])
-        names = names_of_all(target)
-        count = min(arguments.count, len(names))
-        drawn = random.Random(arguments.seed).sample(names, count)
-        results = run(target, "-m", "mutmut", "run", "--max-children", "1", *drawn)
-        lines = results.stdout.splitlines()
-        survivors = [line.split()[-1] for line in lines if line.startswith(_SURVIVED)]
-        if results.returncode:
-            raise SystemExit(results.stdout[-4000:] + results.stderr[-4000:])
-        print(run(target, "-c", _SHOW, *survivors).stdout)
-        noticed = count - len(survivors)
-        print(f"{arguments.room}: {noticed} of {count} noticed, of {len(names)} mutants in all")
+
+    os.chdir(ROOT)
+    files = files_of(arguments.rooms)
+    mutants = _Mutants(files, arguments.count, arguments.seed)
+    tests = arguments.tests or functools.reduce(list.__add__, map(tests_of, arguments.rooms))
+    options = ["-q", "--tb=no", "-n", "0", "-m", "not slow"]
+    status = pytest.main([*options, *dict.fromkeys(tests)], plugins=[mutants])
+    if status:
+        raise SystemExit(status)
+    for change, reaching in sorted(mutants.survivors, key=lambda each: str(each[0])):
+        print(f"{change}   [{reaching or 'no'} tests]")
+    drawn = len(mutants.drawn)
+    noticed = drawn - len(mutants.survivors)
+    used = sum(
+        getattr(resource.getrusage(who), kind)
+        for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
+        for kind in ("ru_utime", "ru_stime")
+    )
+    rooms = " ".join(arguments.rooms)
+    print(f"{rooms}: {noticed} of {drawn} noticed, of {mutants.total} in all; {used:.0f} CPU s")
 
 
 if __name__ == "__main__":

@@ -80,19 +80,16 @@ def as_held_out(datasets: Any, field: str) -> list[Prompt]:
     """
     if not isinstance(datasets, Mapping):
         return as_prompts(datasets, field)
-    named = {
-        str(name): as_prompts(dataset, f"{field}[{name!r}]") for name, dataset in datasets.items()
-    }
     found = []
-    for name, prompts in named.items():
-        if not name or "/" in name:
+    for name, dataset in datasets.items():
+        if not str(name) or "/" in str(name):
             raise ConfigError(
                 "this name of a data set cannot start an id",
                 field=field,
                 value=name,
                 remedy="give it a name without a slash",
             )
-        for prompt in prompts:
+        for prompt in as_prompts(dataset, f"{field}[{str(name)!r}]"):
             found.append(prompt.model_copy(update={"id": f"{name}/{prompt.id}"}))
     return found
 

@@ -25,7 +25,7 @@ from trainer.api.assignments import overridden, own_methods
 from trainer.api.refusals import Given, Names, Refusals
 from trainer.api.settings import GivenSettings, TrainerConfig
 from trainer.api.transformers_names import WithTransformersNames
-from trainer.api.trl import ARGUMENTS, check_trainer
+from trainer.api.trl import ARGUMENTS, TRAINER, converted
 
 _log = logging.getLogger(__name__)
 
@@ -224,7 +224,7 @@ class GRPOTrainer(WithTransformersNames):
             "quantization_config": quantization_config,
             "rollout_func": rollout_func,
         }
-        check_trainer(given, self._refusals)
+        converted(given, TRAINER, self._refusals)
         for error in overridden(type(self), _OWN_METHODS):
             self._refusals.add(error)
         args = self._config() if args is None else args

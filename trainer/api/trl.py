@@ -512,11 +512,6 @@ READ_AS: Values = {
 None for all others, for which TRL mostly has None, False or 0."""
 
 
-def check_trainer(given: Values, refusals: Refusals) -> None:
-    """Adds an error to `refusals` for each argument of a trainer that is refused."""
-    _converted(given, TRAINER, refusals)
-
-
 def with_present_names(arguments: Given) -> Values:
     """Returns arguments by TRL's present names."""
     given: Values = {}
@@ -548,7 +543,7 @@ def translated(
             given[name] = value.value if isinstance(value, Enum) else value
     made = _combined(given, fields, betas)
 
-    for (name, key), value in _converted(given, ARGUMENTS, refusals, warned).items():
+    for (name, key), value in converted(given, ARGUMENTS, refusals, warned).items():
         conflicts = key != name and key in given and given[key] != value
         if conflicts and name != "generation_kwargs":
             error = ConfigError(
@@ -571,7 +566,7 @@ def translated(
     return made
 
 
-def _converted(
+def converted(
     given: Values,
     table: Mapping[str, Argument],
     refusals: Refusals,

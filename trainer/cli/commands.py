@@ -1,6 +1,4 @@
-"""Shared parts of `trainer.train_math` and `trainer.evaluate_model`: arguments from fields, and
-data sets.
-"""
+"""Shared parts of `rlhf train` and `rlhf eval`: arguments from fields, and data sets."""
 
 import argparse
 import re

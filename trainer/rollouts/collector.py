@@ -45,6 +45,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from enum import Enum, auto
+from functools import partial
 
 import numpy as np
 from msgspec.structs import replace
@@ -168,7 +169,12 @@ class Collector:
         """Prompts that were drawn for slots which are not free yet."""
         self._maker = GroupMaker(context, self.drops)
         # Groups that are ready at the same time are stored by one call.
-        self._store_batched = RequestBatcher(self._store, _MAX_STORE, _weight)
+        self._store_batched = RequestBatcher(
+            self._store,
+            _MAX_STORE,
+            _weight,
+            may_follow=partial(self._clock.is_active, "generation", "reward"),
+        )
 
     async def run(self, groups: int, slots: int) -> None:
         """Collects `groups` groups in total, each in its own task, at most `slots` at once. Never

@@ -34,6 +34,7 @@ class RequestBatcher(Generic[_T, _R]):
         call: takes items, returns their results in order.
         max_size: limit on the total size of the items in one call; a larger item is sent alone.
         size: returns the size of an item.
+        may_follow: whether further items may come soon; without any, nobody waits for them.
     """
 
     _timer: asyncio.TimerHandle
@@ -43,10 +44,12 @@ class RequestBatcher(Generic[_T, _R]):
         call: Callable[[list[_T]], Awaitable[Sequence[_R]]],
         max_size: int,
         size: Callable[[_T], int] = lambda _: 1,
+        may_follow: Callable[[], bool] = lambda: True,
     ) -> None:
         self._call = call
         self._max_size = max_size
         self._size = size
+        self._may_follow = may_follow
         self._waiting: list[_Waiting[_T, _R]] = []
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -60,6 +63,8 @@ class RequestBatcher(Generic[_T, _R]):
         if len(self._waiting) == 1:
             wait_s = _BUSY_WAIT_S if self._tasks else _WAIT_S
             self._timer = asyncio.get_running_loop().call_later(wait_s, self._send)
+        if not self._tasks and not self._may_follow():
+            self._send()
         return await future
 
     def _send(self) -> None:

@@ -39,7 +39,6 @@ Datum: 1 model_input Chunk*, 2 inputs Input*
 Number: 1 key str, 2 value float
 Setting: 1 number float, 2 texts str*
 NewerNumber: 1 key str, 2 value Setting
-Address: 1 run str, 2 seq int
 Pass: 1 run str, 2 seq int, 3 data Datum*, 4 loss str, 5 config Number*, 6 forward_only int, \
 7 newer_config NewerNumber*
 Arrays: 1 data bytes, 2 ends bytes, 3 dtype int, 4 trailing_shape int*
@@ -56,6 +55,8 @@ Samples: 1 sequences Sequence*, 2 prompt_logprobs bytes, 3 top_of_prompt Top, 5 
 class Pass:
     """A request for `forward` or `forward_backward`."""
 
+    run: str
+    seq: int
     data: list[Datum]
     loss: str
     config: Mapping[str, float | str]
@@ -77,12 +78,6 @@ class SampleAnswer:
     top: Top | None = None
 
 
-def address(body: bytes) -> tuple[str, int]:
-    """Returns run and sequence number of a request for a pass, whose data it skips."""
-    found = MESSAGES.decode("Address", body)
-    return found["run"], found["seq"]
-
-
 def read_pass(body: bytes) -> Pass:
     """Returns a request for a pass. Raises InvalidInput for one that is malformed or not text."""
     found = MESSAGES.decode("Pass", body)
@@ -91,7 +86,14 @@ def read_pass(body: bytes) -> Pass:
     for entry in found["newer_config"]:
         setting = entry["value"] or {"texts": [""]}
         config[entry["key"]] = setting["texts"][-1] if setting["texts"] else setting["number"]
-    return Pass(data, found["loss"], config, bool(found["forward_only"]))
+    return Pass(
+        run=found["run"],
+        seq=found["seq"],
+        data=data,
+        loss=found["loss"],
+        config=config,
+        forward_only=bool(found["forward_only"]),
+    )
 
 
 def _datum(message: dict[str, Any], field: str) -> Datum:

@@ -15,7 +15,7 @@ from common.errors import InvalidInput, Overloaded, ServiceLost
 from services.http.sqlite_store import sum_of
 from trainer.tinker import requests
 from trainer.tinker.interface import WITHOUT_STABLE_REINFORCE, LoraSpec, TinkerLearner
-from trainer.tinker.messages import address, read_pass
+from trainer.tinker.messages import read_pass
 from trainer.tinker.records import (
     Checkpoint,
     Fact,
@@ -266,11 +266,10 @@ class TinkerServer:
 
     async def accept_pass(self, owner: str, body: bytes) -> TinkerOperation:
         """Accepts a pass in protobuf: a loss, and its gradient unless it says forward only."""
-        name, number = address(body)
-        run = self.state.find(TinkerRun, name, owner)
         given = await asyncio.to_thread(read_pass, body)
+        run = self.state.find(TinkerRun, given.run, owner)
         kind = "forward" if given.forward_only else "forward_backward"
-        return await self._accept(TinkerOperation(run.id, number, kind, body))
+        return await self._accept(TinkerOperation(run.id, given.seq, kind, body))
 
     async def accept(self, owner: str, kind: str, body: requests.Numbered) -> TinkerOperation:
         """Accepts an operation of a run."""

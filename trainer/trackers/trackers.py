@@ -17,8 +17,9 @@ from trainer.evaluation.evaluation import Answer
 from trainer.trackers.base import Cell, Record, RunInfo, check, numbers
 from trainer.trackers.thread import TrackerThread
 
-# Time to flush when the run ends; what is left is lost and reported.
 Sample = dict[str, Cell]
+"""One row of a table, by column."""
+# Time to flush when the run ends; what is left is lost and reported.
 _FLUSH_S = 60.0
 # Time to flush when the run is interrupted.
 _INTERRUPTED_S = 5.0

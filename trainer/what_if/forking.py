@@ -46,10 +46,11 @@ def prepared(
     start = record.start(record.step(step))
     if start.given:
         raise ConfigError(
-            f"the caller of the Python API gave the {start.given[0]}, which the run does not keep",
+            f"a program gave the run its {' and '.join(start.given)}, which are not kept",
             field="RUN_DIR",
             value=str(run_dir),
-            remedy="fork a run that settings describe",
+            remedy="fork a run that settings describe, such as one of rlhf local, and not of "
+            "rlhf train or the Python API",
         )
     parent = config_of(start, run_dir)
     content = flatten(parent.model_dump(mode="json")) | {

@@ -1,5 +1,6 @@
 """Arguments that come as bare text get the types of the tool's schema, by an independent validator."""
 
+import itertools
 import json
 from typing import Any
 
@@ -51,12 +52,7 @@ def _allows(schema: dict[str, Any], value: Any) -> bool:
     return jsonschema_rs.is_valid({**schema, "$defs": _DEFINITIONS}, value)
 
 
-@given(schema=_SCHEMAS, value=_VALUES)
-def test_an_argument_has_the_value_that_its_schema_allows_and_is_text_otherwise(
-    schema: dict[str, Any], value: Any
-) -> None:
-    if _several(schema, value):
-        return
+def _check(schema: dict[str, Any], value: Any) -> None:
     parameters = {"type": "object", "properties": {"x": schema}, "$defs": _DEFINITIONS}
     tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
     written = json.dumps(value)
@@ -69,3 +65,19 @@ def test_an_argument_has_the_value_that_its_schema_allows_and_is_text_otherwise(
     read = (json.loads(arguments) if isinstance(arguments, str) else arguments)["x"]
     expected = value if _allows(schema, value) else written
     assert (type(read), read) == (type(expected), expected)
+
+
+@given(schema=_SCHEMAS, value=_VALUES)
+def test_an_argument_has_the_value_that_its_schema_allows_and_is_text_otherwise(
+    schema: dict[str, Any], value: Any
+) -> None:
+    if not _several(schema, value):
+        _check(schema, value)
+
+
+def test_every_type_takes_its_values_and_no_others() -> None:
+    """Random schemas miss some of these pairs."""
+    for value in (None, True, 0, 3, 0.5, [], [1], {}, {"a": 1}):
+        for first, second in itertools.product(_KINDS, repeat=2):
+            _check({"type": first}, value)
+            _check({"type": [first, second]}, value)

@@ -145,6 +145,18 @@ def test_steps_of_a_run(epochs: int, max_steps: int | None, steps: int) -> None:
     assert TrainerConfig(num_train_epochs=epochs, max_steps=max_steps).total_steps(100) == steps
 
 
+@pytest.mark.parametrize("name", ["save_steps", "eval_steps"])
+@pytest.mark.parametrize(
+    ("interval", "steps"), [(1, 1), (1.0, 1), (7, 7), (0.5, 5), (0.11, 2), (0.99, 10), (0, 0)]
+)
+def test_an_interval_below_one_is_a_share_of_all_steps(
+    name: str, interval: float, steps: int
+) -> None:
+    made = TrainerConfig(max_steps=10, **{name: interval}).to_config(100, 40, OUT)
+    every = {"save_steps": made.checkpoint.every, "eval_steps": made.evaluation.every}
+    assert every[name] == steps
+
+
 def test_the_warm_up_is_a_share_of_all_steps_rounded_up() -> None:
     assert TrainerConfig(warmup_ratio=0.1).to_config(100, 0, OUT).optimizer.warmup_steps == 2
     assert (

@@ -470,6 +470,16 @@ def test_a_resumed_process_counts_drops_anew() -> None:
     assert hints(lines, config()) == {}
 
 
+@pytest.mark.parametrize(("before", "now", "dropped"), [(0, 30, 30), (20, 60, 40), (500, 30, 30)])
+def test_what_a_resumed_process_has_dropped_is_reported(
+    before: int, now: int, dropped: int
+) -> None:
+    """A count that has fallen began at 0 since."""
+    lines = history({"dropped": {"reward": now}}, healthy=0)
+    lines.insert(0, HEALTHY | {"dropped": {"reward": before}})
+    assert f"{dropped} groups" in only("dropped_reward", lines)
+
+
 def test_a_history_stays_short_and_gives_the_same_hints() -> None:
     whole = [HEALTHY] * 40 + history(
         {"dropped": {"stale": 20}, "update": {"entropy": 0.04}}, healthy=0

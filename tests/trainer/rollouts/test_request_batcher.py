@@ -79,6 +79,26 @@ async def test_items_that_come_during_a_call_go_together_at_its_end(
     assert calls == [[0], [1, 2]]
 
 
+async def test_the_last_item_does_not_wait_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trainer.rollouts.request_batcher._WAIT_S", 60.0)
+    under_way = 3
+    calls: list[list[int]] = []
+
+    async def double(items: list[int]) -> list[int]:
+        calls.append(items)
+        return [2 * item for item in items]
+
+    batched = RequestBatcher(double, max_size=10, may_follow=lambda: under_way > 0)
+
+    async def item(number: int) -> int:
+        nonlocal under_way
+        under_way -= 1
+        return await batched(number)
+
+    assert await asyncio.gather(*map(item, range(3))) == [0, 2, 4]
+    assert calls == [[0, 1, 2]]
+
+
 async def test_an_error_reaches_only_the_item_that_causes_it() -> None:
     async def invert(items: list[int]) -> list[float]:
         return [1 / item for item in items]

@@ -13,7 +13,6 @@ from trainer.tinker.interface import Outputs
 from trainer.tinker.messages import (
     MESSAGES,
     SampleAnswer,
-    address,
     read_pass,
     write_outputs,
     write_samples,
@@ -33,8 +32,8 @@ _OF_SDK = bytes.fromhex(
 
 
 def test_reads_what_the_sdk_writes() -> None:
-    assert address(_OF_SDK) == ("s:train:0", 300)
     found = read_pass(_OF_SDK)
+    assert (found.run, found.seq) == ("s:train:0", 300)
     assert (found.loss, found.forward_only) == ("ppo", True)
     assert found.config == {"clip_low_threshold": 0.8, "mode": "x"}
     one, two = found.data

@@ -180,4 +180,4 @@ def test_causes_that_were_put_into_runs_are_named_first(base_model: Path) -> Non
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "2 of 2 causes are named first" in done.stdout
+    assert "right in 2 of 2 runs" in done.stdout

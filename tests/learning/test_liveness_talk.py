@@ -1,0 +1,245 @@
+"""What the ranks of a run tell one another, over real sockets, in threads of one process.
+
+`test_liveness.py` has the same with processes that are really killed and stopped.
+"""
+
+import logging
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from common.errors import ServiceError
+from common.process.topology import LOST, Topology
+from learning import liveness
+from learning.liveness import Liveness
+
+# A thread that would end its process raises SystemExit.
+pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+ADDRESSES = ("10.0.0.1", "10.0.0.2", "10.0.0.3")
+
+
+class Run:
+    """Three ranks, each of which would end its process."""
+
+    def __init__(
+        self,
+        monkeypatch: pytest.MonkeyPatch,
+        lost_after_s: float = 60.0,
+        stuck_after_s: float = 60.0,
+    ) -> None:
+        self.statuses: dict[str, int] = {}
+        self.reports: list[int] = []
+        shared: list[object] = []
+
+        def broadcast(value: object) -> object:
+            if not shared:
+                shared.append(value)
+            return shared[0]
+
+        self.ranks: list[Liveness] = []
+        self._sockets: list[socket.socket] = []
+        for rank in range(3):
+            ranks: Any = SimpleNamespace(
+                rank=rank, world_size=3, is_rank_zero=rank == 0, broadcast=broadcast
+            )
+            made = Liveness(
+                ranks, Topology(node_ips=ADDRESSES), lost_after_s, stuck_after_s=stuck_after_s
+            )
+            made.before_end = self._reporter(rank)
+            monkeypatch.setattr(made, "_endpoint", partial(self._kept, made._endpoint))
+            self.ranks.append(made)
+
+    def _kept(self, endpoint: Callable[[], socket.socket]) -> socket.socket:
+        self._sockets.append(endpoint())
+        return self._sockets[-1]
+
+    def _reporter(self, rank: int) -> Any:
+        def report(reason: str) -> str:
+            self.reports.append(rank)
+            return ""
+
+        return report
+
+    def __enter__(self) -> "Run":
+        for each in self.ranks:
+            each.__enter__()
+            assert each._thread is not None
+            each._thread.name = f"rank {each._ranks.rank}"
+        wait(lambda: self.ranks[0]._all_joined.is_set())
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for rank in (1, 2, 0):
+            self.leave(rank)
+        for each in self._sockets:  # a process that ends closes them
+            each.close()
+
+    def leave(self, rank: int, error: BaseException | None = None) -> None:
+        self.ranks[rank].__exit__(type(error) if error else None, error, None)
+
+    def ended(self, *ranks: int) -> None:
+        """Waits until exactly these ranks have ended their processes."""
+        for rank in ranks:
+            thread = self.ranks[rank]._thread
+            assert thread is not None
+            thread.join(60)
+            assert not thread.is_alive(), rank
+        assert self.statuses == {f"rank {rank}": LOST for rank in ranks}
+
+    def cut(self, rank: int) -> None:
+        """Closes all connections of a rank at once, as its death would."""
+        loop = self.ranks[rank]._loop
+        assert loop is not None
+        for writer in list(self.ranks[rank]._connections.values()):
+            loop.call_soon_threadsafe(writer.transport.abort)
+
+
+def wait(holds: Any) -> None:
+    end = time.monotonic() + 60
+    while not holds():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+@pytest.fixture
+def events(
+    monkeypatch: pytest.MonkeyPatch,
+) -> dict[str, Any]:
+    """The ends of ranks that were logged, by the thread of the rank that logged them."""
+    found: dict[str, Any] = {}
+
+    def emit(record: logging.LogRecord) -> bool:
+        about = getattr(record, "event", {})
+        if about.get("code") == "rank_lost":
+            found[str(record.threadName)] = about
+        return True
+
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    quick = {"_TICK_S": 0.02, "_OWN_ERROR_S": 0.1, "_VERDICT_S": 0.2, "_SHUTDOWN_S": 0.5}
+    for name, value in quick.items():
+        monkeypatch.setattr(liveness, name, value)
+    monkeypatch.setattr(liveness.log, "filters", [emit])
+    monkeypatch.setattr(logging, "shutdown", lambda: None)
+    return found
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, events: dict[str, Any]) -> Run:
+    return made(monkeypatch)
+
+
+def made(monkeypatch: pytest.MonkeyPatch, **limits: float) -> Run:
+    run = Run(monkeypatch, **limits)
+
+    def end(status: int) -> None:
+        run.statuses[threading.current_thread().name] = status
+        raise SystemExit(status)
+
+    monkeypatch.setattr(os, "_exit", end)
+    return run
+
+
+def name(rank: int) -> str:
+    return f"rank {rank} on ppo-trainer-{rank} ({ADDRESSES[rank]})"
+
+
+def test_ranks_that_are_done_end_nobody_and_say_before_where_they_are(
+    run: Run, events: dict[str, Any]
+) -> None:
+    with run:
+        found = run.ranks[0].where_others_are()
+        assert [(each.rank, each.name, each.pid) for each in found] == [
+            (rank, name(rank), os.getpid()) for rank in (1, 2)
+        ]
+        assert all("where_others_are" in each.stacks for each in found)
+        again = run.ranks[0].where_others_are()
+        assert [each.pid for each in again] == [os.getpid()] * 2
+    run.ended()
+    assert events == {}
+    assert run.reports == []
+    assert run.ranks[0].where_others_are() == []
+
+
+@pytest.mark.parametrize(
+    ("error", "how", "cause"),
+    [
+        (ServiceError("no room", code="no_room"), "failed", "no_room"),
+        (ValueError("wrong"), "failed", "ValueError"),
+        (KeyboardInterrupt(), "stopped", ""),
+    ],
+)
+@pytest.mark.parametrize("left", [0, 2])
+def test_a_rank_that_ends_by_itself_is_named_with_the_reason_by_all_others(
+    monkeypatch: pytest.MonkeyPatch,
+    events: dict[str, Any],
+    error: BaseException,
+    how: str,
+    cause: str,
+    left: int,
+) -> None:
+    run = made(monkeypatch, lost_after_s=1.0)
+    with run:
+        run.leave(left, error)
+        others = [rank for rank in range(3) if rank != left]
+        run.ended(*others)
+        assert events == {
+            f"rank {rank}": {"code": "rank_lost", "rank": name(left), "how": how, "cause": cause}
+            for rank in others
+        }
+        assert run.reports == [0] * (left != 0)
+
+
+@pytest.mark.parametrize("lost", [0, 2])
+def test_a_lost_rank_is_named_and_one_of_the_others_reports_it(
+    run: Run, events: dict[str, Any], lost: int
+) -> None:
+    """Rank 0 cannot report its own end: rank 1 does. Its other connections end with it."""
+    with run:
+        run.cut(lost)
+        others = [rank for rank in range(3) if rank != lost]
+        for rank in others:
+            wait(lambda rank=rank: f"rank {rank}" in run.statuses)
+        for rank in others:
+            about = events[f"rank {rank}"]
+            assert (about["rank"], about["how"]) == (name(lost), "died")
+        assert [rank for rank in run.reports if rank != lost] == [1 if lost == 0 else 0]
+
+
+def test_when_no_rank_moves_all_end_and_rank_0_reports(
+    monkeypatch: pytest.MonkeyPatch, events: dict[str, Any]
+) -> None:
+    run = made(monkeypatch, stuck_after_s=1.0)
+    with run:
+        run.ended(0, 1, 2)
+    assert {about["how"] for about in events.values()} == {"stuck"}
+    assert len(events) == 3
+    assert run.reports == [0]
+
+
+def test_a_rank_that_says_nothing_for_long_is_lost(
+    monkeypatch: pytest.MonkeyPatch, events: dict[str, Any]
+) -> None:
+    run = made(monkeypatch, lost_after_s=2.0)
+    with run:
+        monkeypatch.setattr(run.ranks[2], "_broadcast", lambda message: None)
+        run.ended(0, 1, 2)
+        assert events["rank 0"]["rank"] == events["rank 1"]["rank"] == name(2)
+        assert events["rank 0"]["how"] == "silent"
+
+
+def test_a_connection_without_the_token_is_no_rank(run: Run, events: dict[str, Any]) -> None:
+    with run:
+        port = run.ranks[0]._ranks.broadcast(None)[0]
+        with socket.create_connection(("127.0.0.1", port)) as stranger:
+            stranger.sendall(b"hello wrong 2\n")
+            assert stranger.recv(1) == b""
+        assert set(run.ranks[0]._connections) == {1, 2}
+    run.ended()
