@@ -44,7 +44,9 @@ class Messages:
         what is no such message.
         """
         known = self._kinds[kind]
-        found = {name: [] if many else _ZEROS.get(of) for name, of, many in known.values()}
+        found: dict[str, Any] = {
+            name: [] if many else _ZEROS.get(of) for name, of, many in known.values()
+        }
         for number, value in _fields(message):
             # Other fields are of another version, or are not needed.
             name, of, many = known.get(number, ("", "", False))

@@ -221,7 +221,7 @@ class Sampling:
             scores = await self._score(
                 body.tokens, adapter, top=body.topk_prompt_logprobs, chosen=chosen
             )
-        if body.prompt_logprobs_last_n is not None:
+        if scores and body.prompt_logprobs_last_n is not None:
             skipped = max(0, len(body.tokens) - body.prompt_logprobs_last_n)
             for name in ("input_token_logprobs", "input_top_logprobs"):
                 scores[name][:skipped] = [None] * skipped
@@ -235,7 +235,7 @@ class Sampling:
             samples,
             own if body.prompt_logprobs else None,
             scores["input_top_logprobs"] if body.topk_prompt_logprobs else None,
-            targets and targets.answer(scores["input_token_ids_logprobs"]),
+            targets.answer(scores["input_token_ids_logprobs"]) if targets else None,
         )
 
     async def _with_top(
