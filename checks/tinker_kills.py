@@ -124,6 +124,7 @@ class JobGroup:
         settings = {
             "MODEL_NAME": str(Path(model).absolute()),
             "RLHF_ROLLOUT__ENGINE": "embedded",
+            "RLHF_REPRODUCIBLE": "true",
             "RLHF_TINKER__NAME": name,
         }
         self._group = _Group(folder, settings)

@@ -9,6 +9,7 @@ crash gets the same answer, and so does a loop that goes on from its last checkp
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -33,6 +34,8 @@ from trainer.tinker.turns import Turns
 
 log = logging.getLogger(__name__)
 _LOAD_S = 300.0
+_AGAIN_S = 1.0
+"""Between attempts to load an adapter into an engine that has just started."""
 
 
 class WrongWeights(ServiceError):
@@ -189,13 +192,18 @@ class Sampling:
             async with self._adapters.use(name, files, again=again):
                 return await self._generate(body, name, seed), weights
 
-        try:
-            return await answer(again=False)
-        except ServiceError as error:
-            if error.status != 400 or "loaded" not in str(error):
-                raise
-        # An engine was restarted since.
-        return await answer(again=True)
+        deadline = time.monotonic() + _LOAD_S
+        again = False
+        while True:
+            try:
+                return await answer(again=again)
+            except ServiceError as error:
+                is_missing = error.status == 400 and "loaded" in str(error)
+                if not is_missing or time.monotonic() > deadline:
+                    raise
+            # An engine was restarted since. The router may know it before its node has reported.
+            await asyncio.sleep(_AGAIN_S if again else 0)
+            again = True
 
     async def _generate(self, body: requests.Sample, adapter: str | None, seed: str) -> bytes:
         given = body.sampling_params

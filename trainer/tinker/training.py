@@ -55,7 +55,7 @@ class NotReproduced(ServiceError):
 
 
 @dataclass(frozen=True)
-class Outcome:
+class Applied:
     """What an operation comes to."""
 
     content: bytes
@@ -252,7 +252,7 @@ class Training:
 
     # ------------------------------------------------------------ in the learner's thread
 
-    def _compute(self, run: TinkerRun, operation: TinkerOperation) -> Outcome:
+    def _compute(self, run: TinkerRun, operation: TinkerOperation) -> Applied:
         kind = operation.kind
         if kind in (*CHANGING, "forward"):
             return compute(self._learner, run, operation)
@@ -260,7 +260,7 @@ class Training:
             return self._load(run, operation)
         return self._export(run, operation)
 
-    def _load(self, run: TinkerRun, operation: TinkerOperation) -> Outcome:
+    def _load(self, run: TinkerRun, operation: TinkerOperation) -> Applied:
         body = requests.parse(requests.LoadWeights, operation.body)
         checkpoint = self._state.find(Checkpoint, body.path, run.owner)
         if checkpoint.kind != "weights":
@@ -274,7 +274,7 @@ class Training:
         run.copies = checkpoint.copies
         return _json(needs_snapshot=True, path=body.path, model_id=run.id, type="load_weights")
 
-    def _export(self, run: TinkerRun, operation: TinkerOperation) -> Outcome:
+    def _export(self, run: TinkerRun, operation: TinkerOperation) -> Applied:
         """Saves weights: for training, for samplers, or for downloads."""
         kind = _SAVED_AS[operation.kind]
         body: Any = requests.parse(requests.OPERATIONS[operation.kind], operation.body)
@@ -321,7 +321,7 @@ class Training:
         )
 
 
-def compute(learner: TinkerLearner, run: TinkerRun, operation: TinkerOperation) -> Outcome:
+def compute(learner: TinkerLearner, run: TinkerRun, operation: TinkerOperation) -> Applied:
     """Applies one of `CHANGING`, or a pass without gradients."""
     kind = operation.kind
     if kind == "create_model":
@@ -333,7 +333,7 @@ def compute(learner: TinkerLearner, run: TinkerRun, operation: TinkerOperation) 
     given = read_pass(operation.body)
     score = learner.forward if kind == "forward" else learner.forward_backward
     outputs = score(run.id, given.data, given.loss, given.config)
-    return Outcome(write_outputs(outputs), is_json=False)
+    return Applied(write_outputs(outputs), is_json=False)
 
 
 def repeat(
@@ -366,8 +366,8 @@ def _note_snapshot(store: TinkerStore, run: TinkerRun) -> None:
     store.passed(run)
 
 
-def _json(*facts: Fact, needs_snapshot: bool = False, **answer: object) -> Outcome:
-    return Outcome(json.dumps(answer).encode(), facts=facts, needs_snapshot=needs_snapshot)
+def _json(*facts: Fact, needs_snapshot: bool = False, **answer: object) -> Applied:
+    return Applied(json.dumps(answer).encode(), facts=facts, needs_snapshot=needs_snapshot)
 
 
 def _fresh(folder: Path) -> Path:

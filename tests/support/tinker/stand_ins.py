@@ -103,6 +103,8 @@ class EchoEngine:
         self.adapters: dict[str, str] = {}
         self.requests: list[dict[str, Any]] = []
         self.hangs = False
+        self.restarts = 0
+        """How often it will start again right after it has loaded an adapter."""
 
     async def answer(self, request: httpx.Request) -> httpx.Response:
         if self.hangs:
@@ -116,6 +118,9 @@ class EchoEngine:
             return httpx.Response(200, json={"data": cards})
         if path == "/load_lora_adapter":
             self.adapters[body["lora_name"]] = body["lora_path"]
+            if self.restarts:
+                self.restarts -= 1
+                self.adapters.clear()
         elif path == "/unload_lora_adapter":
             del self.adapters[body["lora_name"]]
         elif path == "/generate":

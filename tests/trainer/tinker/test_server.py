@@ -16,9 +16,9 @@ from common.settings.config import load
 from common.weights.checksums import checksum
 from services.rollout.engine_client import EngineClient
 from tests.support.tinker.stand_ins import BASE, CountingLearner, EchoEngine, make_server
+from trainer.tinker import sampling, training
 from trainer.tinker import server as server_module
 from trainer.tinker import state as state_module
-from trainer.tinker import training
 from trainer.tinker.app import create_tinker_app
 from trainer.tinker.clients import Clients
 from trainer.tinker.messages import MESSAGES
@@ -372,7 +372,10 @@ async def test_downloads_need_their_link_and_no_key(tmp_path: Path) -> None:
             assert (await client.http.get(wrong)).status_code == 401
 
 
-async def test_samples_are_of_the_weights_that_were_saved(tmp_path: Path) -> None:
+async def test_samples_are_of_the_weights_that_were_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sampling, "_AGAIN_S", 0.01)
     engine = EchoEngine()
     async with _serving(tmp_path, CountingLearner(), engine) as client:
         run = await client.run()
@@ -406,6 +409,7 @@ async def test_samples_are_of_the_weights_that_were_saved(tmp_path: Path) -> Non
 
         # A restarted engine has none of them.
         engine.adapters.clear()
+        engine.restarts = 2
         assert _logprobs(await _sampled(client, f"{run}:sample:4", seq=1))[0] == 0.5
 
         file = next((tmp_path / "runs").glob("*/sampler_weights-4/adapter_model.safetensors"))
@@ -454,6 +458,9 @@ async def test_a_loop_that_goes_on_from_a_checkpoint_gets_the_same_samples(tmp_p
             for number in range(2)
         ]
         assert samples[0] != samples[1]
+        last = {"prompt_logprobs": False, "prompt_logprobs_last_n": 1}
+        answer = await _sampled(client, f"{client.session}:sample:1", seq=1, **last)
+        assert answer.headers["content-type"] == "application/x-protobuf"
 
 
 async def _sampled(client: Client, sampler: str, seq: int, **more: Any) -> httpx.Response:
@@ -464,7 +471,7 @@ async def _sampled(client: Client, sampler: str, seq: int, **more: Any) -> httpx
         prompt={"chunks": [{"tokens": more.pop("tokens", [1, 2]), "type": "encoded_text"}]},
         sampling_params={"max_tokens": 4, **more.pop("params", {})},
         num_samples=2,
-        prompt_logprobs=True,
+        prompt_logprobs=more.pop("prompt_logprobs", True),
         **more,
     )
     assert len(made["sample_sequence_ids"]) == 2
