@@ -170,9 +170,9 @@ class BackgroundServer:
             await self._server.serve(sockets=[self._socket])
         except (Exception, SystemExit):
             log.critical("the thread of the trainer's HTTP server died", exc_info=True)
-        if not self._server.should_exit:
             for server in getattr(self._server, "servers", []):
                 server.close()  # it would accept connections that nobody answers
+        if not self._server.should_exit:
             self._died()
 
     def __enter__(self) -> "BackgroundServer":
