@@ -338,7 +338,7 @@ _ANSWERS = msgspec.json.Decoder(list[_Answer] | _Answer)
 def _answers(body: bytes) -> list[_Answer] | _Answer:
     """Returns the answers in a body. Raises GenerationFailed."""
     try:
-        return _ANSWERS.decode(body)
+        return cast("list[_Answer] | _Answer", _ANSWERS.decode(body))
     except msgspec.DecodeError as error:
         raise GenerationFailed(
             f"this is no answer of SGLang: {error}",

@@ -65,10 +65,7 @@ class Service(FastAPI):
 
     entrance: ASGIApp
     """The outermost middleware."""
-
-    def __init__(self, **options: Any) -> None:
-        super().__init__(**options)
-        self._bare_routes: list[APIRoute] = []
+    bare_routes: list[APIRoute]
 
     def add_bare_route(
         self, path: str, handler: Callable[..., Awaitable[Response]], **options: Any
@@ -78,7 +75,7 @@ class Service(FastAPI):
         """
         route = APIRoute(path, handler, methods=["POST"], **options)
         self.router.routes.append(route)  # for /openapi.json, and for other methods
-        self._bare_routes.append(route)
+        self.bare_routes.append(route)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await self.entrance(scope, receive, send)
@@ -86,10 +83,10 @@ class Service(FastAPI):
     async def serve(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serves what the middleware let in."""
         if scope["type"] == "http" and scope["method"] == "POST":
-            for route in self._bare_routes:
+            for route in self.bare_routes:
                 match = route.path_regex.match(scope["path"])
                 if match is not None:
-                    scope |= {"app": self, "route": route}
+                    scope.update(app=self, route=route)
                     request = Request(scope, receive)
                     try:
                         response = await route.endpoint(request=request, **match.groupdict())
@@ -153,6 +150,7 @@ def create_app(
         # than the router.
         telemetry={"tracing": False, "metrics": False, "logs": False},
     )
+    app.bare_routes = []
     app.router.route_class = _JsonRoute
     app.state.draining = False
     app.state.metrics = metrics

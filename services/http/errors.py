@@ -25,8 +25,8 @@ def add_error_handlers(app: FastAPI) -> None:
 
 async def answer_error(request: Request, error: Exception) -> JSONResponse:
     """Returns the response to an error, for a handler that FastAPI does not call."""
-    handlers = [handler for kind, handler in _HANDLERS.items() if isinstance(error, kind)]
-    return await handlers[0](request, error)
+    handle = next(each for kind, each in _HANDLERS.items() if isinstance(error, kind))
+    return await handle(request, error)
 
 
 def error_response(error: ServiceError, scope: Scope) -> JSONResponse:

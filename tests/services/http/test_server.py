@@ -11,8 +11,8 @@ from typing import Any
 
 import httpx
 import pytest
-from fastapi import FastAPI, Request
-from fastapi.responses import StreamingResponse
+from fastapi import FastAPI, Request, Response
+from fastapi.responses import JSONResponse, StreamingResponse
 from pydantic import Field
 from starlette.types import Message
 
@@ -48,6 +48,12 @@ def make_app(**arguments: Any) -> FastAPI:
             raise RuntimeError("a secret detail")
         raise NotFound("there is no such thing", field="name", value=name, remedy="see the list")
 
+    async def bare(name: str, request: Request) -> Response:
+        if name != "echo":
+            thing(name)
+        return JSONResponse({"got": await read_json(request)})
+
+    app.add_bare_route("/bare/{name}", bare)
     return app
 
 
@@ -93,9 +99,26 @@ async def test_unknown_paths_and_methods(
 async def test_crash_is_a_500_without_secrets_and_the_service_survives(
     http: httpx.AsyncClient,
 ) -> None:
-    error = error_of(await http.get("/things/crash"), 500, "internal")
-    assert error["message"] == "internal error: RuntimeError"
+    for method, path in (("GET", "/things/crash"), ("POST", "/bare/crash")):
+        answer = await http.request(method, path, headers=JSON | {"X-Request-Id": "mine"})
+        error = error_of(answer, 500, "internal")
+        assert error["message"] == "internal error: RuntimeError"
+        assert answer.headers.get_list("x-request-id") == ["mine"]
     assert (await http.get("/health")).status_code == 200
+
+
+async def test_a_bare_route_is_served_counted_and_described_as_any_other(
+    http: httpx.AsyncClient,
+) -> None:
+    answer = await http.post("/bare/echo", json=[1])
+    assert answer.json() == {"got": [1]}
+    error = error_of(await http.post("/bare/none", json=[1]), 404, "not_found")
+    assert (error["field"], error["value"]) == ("name", "none")
+    assert (await http.get("/bare/echo")).headers["allow"] == "POST"
+    error_of(await http.post("/bare/echo", content=b"x"), 415, "unsupported_media_type")
+    counts = (await http.get("/metrics")).text
+    assert 'rlhf_http_requests_total{route="/bare/{name}",status="200"} 1.0' in counts
+    assert "/bare/{name}" in (await http.get("/openapi.json")).json()["paths"]
 
 
 async def test_an_answer_of_a_service_that_has_failed_is_a_warning_and_a_refusal_is_not(
@@ -175,7 +198,7 @@ async def test_bodies_over_the_limit_by_length_and_by_chunks(http: httpx.AsyncCl
             sent.append(number)
             yield b" " * 100
 
-    for path in ("/work", "/raw"):
+    for path in ("/work", "/raw", "/bare/echo"):
         error = error_of(await http.post(path, content=b"x" * 1001, headers=JSON), 413, "too_large")
         assert (error["field"], error["value"]) == ("body", "1001")
         error_of(await http.post(path, content=chunks(30), headers=JSON), 413, "too_large")
