@@ -28,7 +28,7 @@ from trainer.cli.commands import add_settings, argument_names, run_parser
 from trainer.cli.compare import plain_table
 from trainer.observe.group_files import recorded_steps
 from trainer.observe.regrades import NewGrade, RegradedGroup, write_regrades
-from trainer.observe.run_dir import check_run, damaged, read_settings
+from trainer.observe.run_dir import ATTEMPTS, check_run, damaged, read_lines, read_settings
 from trainer.trackers.base import flatten
 from trainer.what_if.grades import AnswerGrade, GroupGrades, Regrading, advantages
 
@@ -170,7 +170,7 @@ def main(argv: list[str] | None = None) -> None:
         remedy = "regrade a run with trainer.keep_groups_mb above 0"
         raise damaged("the run keeps no answers", run_dir / "groups", remedy)
     config, own_functions = _settings(run_dir, arguments.reward, dict(arguments.set))
-    rows, why_no_rows = _rows(config)
+    rows = _rows(run_dir, config)
     golds = {} if arguments.gold is None else read_golds(arguments.gold, config)
     regrading = Regrading(
         run_dir,
@@ -192,8 +192,6 @@ def main(argv: list[str] | None = None) -> None:
         )
     console = Console(highlight=False, markup=False, soft_wrap=True)
     _print(console, found, time.monotonic() - began)
-    if why_no_rows:
-        console.print(f"graded without further columns of the problems: {why_no_rows}")
     if golds:
         console.print(f"{len(used)} of {len(golds)} corrected answers are of recorded problems")
     for group, grade in found.worst(arguments.show):
@@ -274,18 +272,24 @@ def _import_path(reward: str) -> str:
     return f"{path.stem}:{name or public[0]}"
 
 
-def _rows(config: Config) -> tuple[dict[str, Prompt], str]:
-    """Returns the rows of the data set by id, for functions that read their further columns, and
-    why they are not known.
+def _rows(run_dir: Path, config: Config) -> dict[str, Prompt]:
+    """Returns the rows of the data set by id, for functions that read their further columns; says
+    why where they are not known.
     """
     reads_texts = {"math", "format", "length", "repetition"}
     entries = config.reward.functions
     if all(entry.name in reads_texts and entry.tasks == [""] for entry in entries):
-        return {}, ""
+        return {}
+    # A program may have given the prompts; the settings of data are not theirs then.
+    given = [line["data"] for line in read_lines(run_dir / ATTEMPTS)][-1:]
     try:
-        return {row.id: row for row in load_split(config.data, "train", config.seed)}, ""
+        if given in ([], [config.data.source]):
+            return {row.id: row for row in load_split(config.data, "train", config.seed)}
+        reason = f"the run had {given[0]}"
     except ServiceError as error:
-        return {}, f"the data set does not load ({error.message})"
+        reason = f"the data set does not load ({error.message})"
+    print(f"graded without further columns of the problems: {reason}")
+    return {}
 
 
 def read_golds(path: Path, config: Config) -> dict[str, str]:

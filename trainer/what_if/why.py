@@ -144,7 +144,8 @@ def _carriers(facts: RunFacts, step: int) -> Json:
     ordered = [groups[row["id"]] for row in rows]
     for row, group in zip(rows[:_GROUPS], ordered, strict=False):
         row["tokens"] = _texts(facts.directory, row.pop("pushing", []))
-        row |= {"step": step, "prompt": (group.prompt or "")[:200], "rewards": group.rewards}
+        row |= {"step": step, "prompt": (group.prompt or "")[:200]}
+        row |= {"reward": group.reward, "rewards": group.rewards}
     return {
         "groups": rows[:_GROUPS],
         "how": how,
@@ -209,9 +210,8 @@ def _print(answer: Json, console: Console) -> None:
     title = f"step {answer['step']}: the groups that carry its update; {answer['how']}"
     table = plain_table(title, ["problem", "share", "norm", "without it", "rewards"])
     for row in answer["groups"]:
-        known = [reward for reward in row["rewards"] if reward is not None]
         norms = [f"{row.get(name, 0.0):.3g}" for name in ("norm", "without")]
-        reward = f"{fmean(known or [0.0]):.2f}"
+        reward = "–" if row["reward"] is None else f"{row['reward']:.2f}"
         table.add_row(row["prompt"][:60], f"{row['share']:.0%}", *norms, reward)
     console.print(table)
     for trait in answer["traits"]:

@@ -151,6 +151,20 @@ def test_the_last_answer_of_an_episode_is_graded_where_the_run_recorded_it(
     assert "0 grades change" in said
 
 
+@pytest.mark.integration
+@pytest.mark.slow
+def test_the_data_of_the_settings_is_not_that_of_prompts_that_a_program_gave(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    run = written(tmp_path / "run", data={"source": "gsm8k"})
+    attempt = {"run_id": "demo", "step": 0, "data": "rows of the caller"}
+    (run / "attempts.jsonl").write_text(json.dumps(attempt) + "\n")
+    (tmp_path / "given.py").write_text(OWN)
+    main([str(run), "--reward", str(tmp_path / "given.py")])
+    assert "the run had rows of the caller" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("words", "field"),
     [
