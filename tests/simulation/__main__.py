@@ -1,15 +1,14 @@
-"""`python -m tests.simulation SEED [COUNT] [--scene NAME]`: runs seeds. One seed tells its story; of
+"""`python -m tests.simulation SEED [COUNT]`: runs seeds. One seed tells its story; of
 many, those that break an invariant are named.
 """
 
 import argparse
 import sys
-import tempfile
 import time
 from collections import Counter
 from pathlib import Path
 
-from tests.simulation.run import SCENES, simulate
+from tests.simulation.run import in_memory, simulate
 
 
 def main() -> int:
@@ -17,15 +16,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("seed", type=int)
     parser.add_argument("count", type=int, nargs="?", default=1)
-    parser.add_argument("--scene", choices=list(SCENES), default="groups")
     arguments = parser.parse_args()
     began = time.process_time()
     faults = Counter[str]()
     broken: list[int] = []
     for seed in range(arguments.seed, arguments.seed + arguments.count):
-        with tempfile.TemporaryDirectory(dir="/dev/shm") as directory:
+        with in_memory() as directory:
             try:
-                story = simulate(seed, Path(directory), arguments.scene).story
+                story = simulate(seed, Path(directory)).story
             except BaseException as error:
                 if arguments.count == 1:
                     raise
@@ -39,7 +37,7 @@ def main() -> int:
             print(f"up to seed {seed}: {time.process_time() - began:.0f} CPU s", flush=True)
     seconds = time.process_time() - began
     print(
-        f"{arguments.scene}: {arguments.count} schedules in {seconds:.1f} CPU seconds, "
+        f"{arguments.count} schedules in {seconds:.1f} CPU seconds, "
         f"{len(broken)} violations; faults {dict(faults)}"
     )
     return bool(broken)

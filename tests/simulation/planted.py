@@ -9,7 +9,6 @@ import importlib.abc
 import importlib.util
 import multiprocessing
 import sys
-import tempfile
 from importlib.machinery import ModuleSpec, SourceFileLoader
 from pathlib import Path
 from types import CodeType
@@ -284,10 +283,10 @@ def find(bug: Bug, count: int) -> str:
     imported no module of the product.
     """
     sys.meta_path.insert(0, _Finder(bug))
-    from tests.simulation.run import simulate
+    from tests.simulation.run import in_memory, simulate
 
     for seed in range(count):
-        with tempfile.TemporaryDirectory(dir="/dev/shm") as directory:
+        with in_memory() as directory:
             try:
                 simulate(seed, Path(directory))
             except BaseException as found:

@@ -13,8 +13,6 @@ from tests.simulation.virtual_time import VirtualLoop
 
 DOWN_S = 20.0
 """Longest time for which a process, a disk or a connection is down."""
-_LIMIT_S = 50_000.0
-"""Longest run, in virtual time."""
 
 
 class Crash(KeyboardInterrupt):
@@ -28,11 +26,14 @@ class Violation(AssertionError):
 class Scene:
     """The simulated run of one seed."""
 
+    fault_rates = (0.0, 0.02, 0.1, 0.3)
+    """Shares of requests that have a fault, one of them in each run."""
+
     def __init__(self, seed: int, directory: Path, loop: VirtualLoop) -> None:
         self.rng = random.Random(seed)
         self.loop = loop
         self.story = Story(loop.time)
-        self.chance = Chance(self.rng, self.rng.choice((0.0, 0.02, 0.1, 0.3)))
+        self.chance = Chance(self.rng, self.rng.choice(self.fault_rates))
         self.net = Net(loop, self.chance, self.story)
         self.is_up = False
         """Whether the trainer's process runs."""
@@ -48,9 +49,15 @@ class Scene:
         stack.enter_context(watched(self.disk_of))
 
     def node(
-        self, name: str, make: Callable[[Path], App], *, host: str = "", model: Model | None = None
+        self,
+        name: str,
+        make: Callable[[Path], App],
+        *,
+        host: str = "",
+        machine: str = "",
+        model: Model | None = None,
     ) -> Node:
-        """Adds a node at a host."""
+        """Adds a node at a host, on a machine of its own unless that is named."""
         disk = Disk(self._directory / name, lambda size: self.rng.randrange(size + 1))
         node = Node(name, make, loop=self.loop, disk=disk, story=self.story, model=model or Model())
         self.net.nodes[host or name] = node
@@ -68,13 +75,13 @@ class Scene:
     def sleep(self, seconds: float) -> None:
         self.loop.run_until_complete(asyncio.sleep(seconds))
 
-    def limit(self) -> None:
-        """Ends a run that goes on for ever."""
+    def limit(self, seconds: float) -> None:
+        """Ends a run that takes longer, in virtual time."""
 
         def end() -> None:
-            raise KeyboardInterrupt(f"the run has not ended after {_LIMIT_S:.0f} s")
+            raise KeyboardInterrupt(f"the run has not ended after {seconds:.0f} s")
 
-        self.loop.call_later(_LIMIT_S, end)
+        self.loop.call_later(seconds, end)
 
     def check_nodes(self) -> None:
         """Raises Violation for an answer that broke a promise."""
@@ -113,7 +120,7 @@ class Scene:
 
     def partition(self) -> None:
         """Cuts a node off for a while."""
-        self.net.cut(self.rng.choice(self.nodes).name, "*", self.down_s())
+        self.net.cut(self.rng.choice(self.nodes).machine, "*", self.down_s())
 
     def move_clock(self) -> None:
         self.loop.wall_offset_s += self.rng.uniform(-3600.0, 3600.0)

@@ -6,10 +6,10 @@ import asyncio
 import hashlib
 import json
 import random
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from unittest.mock import patch
 
 from starlette.requests import ClientDisconnect
@@ -18,7 +18,9 @@ from services.reward import configured
 from services.reward.functions.handler import prepare
 from services.reward.pool import CallFailed, WorkerPool, WorkerSpec
 from tests.simulation.models import expect
+from tests.simulation.virtual_time import VirtualLoop
 
+_T = TypeVar("_T")
 Send = Callable[[dict[str, Any]], Awaitable[None]]
 Receive = Callable[[], Awaitable[dict[str, Any]]]
 PER_TOKEN_S = 0.05
@@ -26,7 +28,7 @@ GRADER_LIMIT_S = 2.0
 """How long a call of a reward function may take."""
 
 
-async def _body(receive: Receive) -> Any:
+async def body_of(receive: Receive) -> Any:
     content = b""
     while True:
         message = await receive()
@@ -37,10 +39,38 @@ async def _body(receive: Receive) -> Any:
             return json.loads(content or b"{}")
 
 
-async def _reply(send: Send, content: Any, status: int = 200) -> None:
+async def reply_to(send: Send, content: Any, status: int = 200) -> None:
     headers = [(b"content-type", b"application/json")]
     await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": json.dumps(content).encode()})
+
+
+class Loop:
+    """The trainer's event loop thread: the trainer itself drives the virtual loop."""
+
+    def __init__(self, loop: VirtualLoop) -> None:
+        self.loop = loop
+        self.tasks: set[asyncio.Task[Any]] = set()
+
+    def begin(self, coroutine: Coroutine[Any, Any, _T]) -> Callable[[], _T]:
+        task = self.loop.create_task(coroutine)
+        self.tasks.add(task)
+        return lambda: self.loop.run_until_complete(task)
+
+    def call(self, coroutine: Coroutine[Any, Any, _T]) -> _T:
+        return self.begin(coroutine)()
+
+    def start(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = self.loop.create_task(coroutine)
+        self.tasks.add(task)
+        return task
+
+    def cancel(self, task: asyncio.Task[None]) -> None:
+        task.cancel()
+        self.loop.run_until_complete(asyncio.wait({task}))
+
+    def sleep(self, seconds: float) -> None:
+        self.call(asyncio.sleep(seconds))
 
 
 def _byte_of(text: str, place: int) -> float:
@@ -84,14 +114,14 @@ class Engines:
 
     def app(self, _: Path) -> Any:
         async def app(scope: Any, receive: Receive, send: Send) -> None:
-            body = await _body(receive)
+            body = await body_of(receive)
             if scope["path"] != "/generate":
-                await _reply(send, {"status": "healthy"})
+                await reply_to(send, {"status": "healthy"})
                 return
             self._count_group(dict(scope["headers"]))
             version = self.version
             if self._rng.random() < self.failing:
-                await _reply(send, {"error": {"message": "out of memory"}}, 500)
+                await reply_to(send, {"error": {"message": "out of memory"}}, 500)
                 return
             answers = []
             longest = 0
@@ -109,7 +139,7 @@ class Engines:
                 text = " ".join(map(str, ids))
                 answers.append({"text": text, "output_ids": ids, "meta_info": meta})
             await self._sleep(longest * PER_TOKEN_S)
-            await _reply(send, answers if len(answers) > 1 else answers[0])
+            await reply_to(send, answers if len(answers) > 1 else answers[0])
 
         return app
 

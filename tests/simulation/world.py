@@ -6,13 +6,13 @@ import asyncio
 import math
 import sqlite3
 from collections import Counter
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
@@ -38,6 +38,7 @@ from tests.simulation.stand_ins import (
     GRADER_LIMIT_S,
     Engines,
     Graders,
+    Loop,
     graded_by,
     reward_of,
 )
@@ -53,7 +54,6 @@ from trainer.rollouts.rollouts import Rollouts
 from trainer.rollouts.services import Services
 from trainer.timing import StageClock
 
-_T = TypeVar("_T")
 STEPS = 4
 BATCH = 2
 PROMPTS = 6
@@ -61,6 +61,7 @@ _GROUP_SIZE = 2
 _UPDATE_S = 1.0
 _FAULTS_S = 6.0
 """Faults begin within so many seconds: most runs take no longer."""
+_LIMIT_S = 50_000.0
 _TRIES = 3
 """Failures after which a prompt is skipped."""
 _MAX_FAILURES = 3
@@ -104,34 +105,6 @@ def _config(staleness: int, when_stale: str, *, reuse: float, capacity: int, nam
     for field_name, value in settings.items():
         words += [f"--{field_name}", str(value)]
     return load(words, {})
-
-
-class Loop:
-    """The trainer's event loop thread: the trainer itself drives the virtual loop."""
-
-    def __init__(self, loop: VirtualLoop) -> None:
-        self.loop = loop
-        self.tasks: set[asyncio.Task[Any]] = set()
-
-    def begin(self, coroutine: Coroutine[Any, Any, _T]) -> Callable[[], _T]:
-        task = self.loop.create_task(coroutine)
-        self.tasks.add(task)
-        return lambda: self.loop.run_until_complete(task)
-
-    def call(self, coroutine: Coroutine[Any, Any, _T]) -> _T:
-        return self.begin(coroutine)()
-
-    def start(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        task = self.loop.create_task(coroutine)
-        self.tasks.add(task)
-        return task
-
-    def cancel(self, task: asyncio.Task[None]) -> None:
-        task.cancel()
-        self.loop.run_until_complete(asyncio.wait({task}))
-
-    def sleep(self, seconds: float) -> None:
-        self.call(asyncio.sleep(seconds))
 
 
 @dataclass
@@ -203,7 +176,7 @@ class World(Scene):
         """Runs attempts until one reaches the last step; raises Violation."""
         for node in self.nodes:
             node.start()
-        self.limit()
+        self.limit(_LIMIT_S)
         self.schedule(self.faults(), self.rng.choice((0, 1, 1, 2, 4)), _FAULTS_S)
         progress: PromptProgress | None = None
         while progress is None:
