@@ -5,7 +5,7 @@
 PYTHON is an interpreter with the package `tinker`. A step is a forward_backward of `--rows`
 sequences of `--tokens` tokens and an optim_step of AdamW on a LoRA adapter of rank 32. Both sides
 make a round in turn, so that what else the machine does meets both. The losses must be equal to the
-bit.
+bit. Processor time says what the API adds on a machine that does other things too.
 """
 
 import json
@@ -22,6 +22,7 @@ from tempfile import TemporaryDirectory
 
 import httpx
 import numpy as np
+import psutil
 from rich.console import Console
 
 from benchmarks.command import command_parser, figures_table
@@ -36,8 +37,8 @@ _CLIENT = Path(__file__).with_name("tinker_client.py")
 _NAME = "benchmark/base"
 
 
-def local_round(learner: RunLearner, name: str, args: Namespace) -> tuple[float, float]:
-    """Returns the seconds of a round in this process, and its last loss."""
+def local_round(learner: RunLearner, name: str, args: Namespace) -> tuple[float, float, float]:
+    """Returns the seconds of a round in this process, those of its processor, and its last loss."""
     random = np.random.default_rng(0)
     data: list[Datum] = []
     for _ in range(args.rows):
@@ -49,17 +50,25 @@ def local_round(learner: RunLearner, name: str, args: Namespace) -> tuple[float,
     learner.forward_backward(name, data, "cross_entropy", {})
     learner.optim_step(name, adam)
     began = time.perf_counter()
+    began_cpu = time.process_time()
     for _ in range(args.steps):
         outputs = learner.forward_backward(name, data, "cross_entropy", {})
         learner.optim_step(name, adam)
     seconds = time.perf_counter() - began
+    cpu_s = time.process_time() - began_cpu
     learner.unload(name)
-    return seconds, outputs.metrics["loss:sum"]
+    return seconds, cpu_s, outputs.metrics["loss:sum"]
+
+
+def cpu_seconds(process: int) -> float:
+    """Returns the processor time that a process has taken."""
+    times = psutil.Process(process).cpu_times()
+    return times.user + times.system
 
 
 @contextmanager
-def served(model: Path, directory: Path) -> Iterator[str]:
-    """Runs a server inside the context; yields its address."""
+def served(model: Path, directory: Path) -> Iterator[tuple[str, int]]:
+    """Runs a server inside the context; yields its address and the number of its process."""
     port = free_port()
     url = f"http://127.0.0.1:{port}"
     command = [sys.executable, "-m", "trainer.tinker", "--model", str(model)]
@@ -74,7 +83,7 @@ def served(model: Path, directory: Path) -> Iterator[str]:
                     break
             except httpx.TransportError:
                 time.sleep(0.5)
-        yield url
+        yield url, server.pid
     finally:
         server.terminate()
         server.wait()
@@ -94,9 +103,10 @@ def main() -> None:
 
     here: list[float] = []
     there: list[float] = []
+    cpu: dict[str, list[float]] = {"in one process": [], "of the server": [], "of the client": []}
     with TemporaryDirectory() as made, reproducible_numbers(wanted=True):
         learner = RunLearner(config, Ranks.alone(config))
-        with served(args.model, Path(made) / "server") as url:
+        with served(args.model, Path(made) / "server") as (url, server):
             command = [args.client, str(_CLIENT), url, _NAME, json.dumps(work)]
             client = subprocess.Popen(
                 command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -104,12 +114,16 @@ def main() -> None:
             assert client.stdin is not None
             assert client.stdout is not None
             for number in range(args.rounds):
-                seconds, loss = local_round(learner, f"round {number}", args)
+                seconds, cpu_s, loss = local_round(learner, f"round {number}", args)
                 here.append(seconds)
+                cpu["in one process"].append(cpu_s)
+                before = cpu_seconds(server)
                 client.stdin.write("\n")
                 client.stdin.flush()
-                _, seconds, their_loss = json.loads(client.stdout.readline())
+                cpu_s, seconds, their_loss = json.loads(client.stdout.readline())
                 there.append(seconds)
+                cpu["of the server"].append(cpu_seconds(server) - before)
+                cpu["of the client"].append(cpu_s)
                 assert loss == their_loss, f"{loss} here, {their_loss} there"
             client.wait()
 
@@ -122,6 +136,8 @@ def main() -> None:
     table.add_row("in one process", f"{args.steps / median(here):.2f}", "1")
     table.add_row("with the SDK", f"{args.steps / median(there):.2f}", f"{ratio:.2f}")
     Console().print(table)
+    for where, found in cpu.items():
+        Console().print(f"processor, {where}: {1000 * median(found) / args.steps:.0f} ms a step")
 
 
 if __name__ == "__main__":

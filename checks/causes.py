@@ -1,7 +1,8 @@
-"""Ten causes put into small runs: does `rlhf why` name each of them first?
+"""Ten causes put into small runs: does `rlhf why` name each first, and none in a healthy run?
 
-    python -m checks.causes                 # all ten, about three minutes on two idle cores
-    python -m checks.causes rate leak       # some
+    python -m checks.causes                 # all, about three minutes on two idle cores
+    python -m checks.causes a_leak          # some
+    python -m checks.causes --seed 7        # other problems, prompts and answers
 
 Each run trains the built-in task on one core, and most are healthy until their cause strikes.
 """
@@ -56,8 +57,8 @@ def _rows(lab: Lab, rows: Sequence[tuple[str, str]]) -> Path:
     return path
 
 
-def _problems(count: int) -> list[tuple[str, str]]:
-    drawn = problems("train", seed=1)
+def _problems(lab: Lab, count: int) -> list[tuple[str, str]]:
+    drawn = problems("train", lab.seed)
     return [(each.question, str(each.answer)) for each, _ in zip(drawn, range(count), strict=False)]
 
 
@@ -74,7 +75,7 @@ def pays_for_working(completions: list[str], **_: Any) -> list[float]:
 
 @cause("problem")
 def one_poisoned_problem(lab: Lab) -> None:
-    rows = _problems(9)
+    rows = _problems(lab, 9)
     question, answer = rows[0]
     rows[0] = (question, str(int(answer) + 100))
     train(lab, trainer__max_steps=24, data__source=_rows(lab, rows))
@@ -109,13 +110,13 @@ def answers_cut_at_the_limit(lab: Lab) -> None:
 
 @cause("duplicates")
 def duplicates(lab: Lab) -> None:
-    rows = [row for row in _problems(3) for _ in range(30)]
+    rows = [row for row in _problems(lab, 3) for _ in range(30)]
     train(lab, trainer__max_steps=_HEALTHY, data__source=_rows(lab, rows))
 
 
 @cause("leak")
 def a_leak(lab: Lab) -> None:
-    rows = [(f"{question} #### {answer}", answer) for question, answer in _problems(60)]
+    rows = [(f"{question} #### {answer}", answer) for question, answer in _problems(lab, 60)]
     train(lab, trainer__max_steps=_HEALTHY, data__source=_rows(lab, rows))
 
 
@@ -131,12 +132,17 @@ def a_broken_engine_for_three_steps(lab: Lab) -> None:
     train(lab, change, trainer__max_steps=_STEPS)
 
 
-def named(name: str, directory: Path, model: Path) -> tuple[str, str, str]:
+@cause("none")
+def a_healthy_run(lab: Lab) -> None:
+    train(lab, trainer__max_steps=_STEPS)
+
+
+def named(name: str, seed: int, directory: Path) -> tuple[str, str, str]:
     """Trains the run of a cause; returns the name that was expected, the one that was said first,
     and what was said of it.
     """
     expected, work = CAUSES[name]
-    lab = Lab(name, seed=1, directory=directory, model=model)
+    lab = Lab(name, seed=seed, directory=directory, model=ROOT / ".cache/tiny-base")
     directory.mkdir(parents=True, exist_ok=True)
     if not lab.run_dir.exists():
         work(lab)
@@ -146,11 +152,14 @@ def named(name: str, directory: Path, model: Path) -> tuple[str, str, str]:
 
 
 def main() -> None:
-    """Prints a line for each cause; exits with 1 if more than one of ten has another name."""
+    """Prints a line for each run; exits with 1 if more than one of ten has another name."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(CAUSES))
     parser.add_argument(
         "--keep", type=Path, metavar="DIR", help="keeps the runs, and asks kept ones"
+    )
+    parser.add_argument(
+        "--seed", type=int, default=1, help="of problems, order and sampling (default 1)"
     )
     arguments = parser.parse_args()
     chosen = [name for name in CAUSES if not arguments.names or name in arguments.names]
@@ -159,11 +168,11 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as temporary:
         for name in chosen:
             place = (arguments.keep or Path(temporary)) / name
-            expected, first, what = named(name, place, ROOT / ".cache/tiny-base")
+            expected, first, what = named(name, arguments.seed, place)
             right += expected == first
-            sign = "named first" if expected == first else f"NOT NAMED ({expected}), but {first}"
-            console.print(f"{name}: {sign}: {what}", highlight=False, markup=False)
-    console.print(f"{right} of {len(chosen)} causes are named first")
+            sign = "right" if expected == first else f"WRONG, it is {expected}"
+            console.print(f"{name}: {first}, {sign}: {what}", highlight=False, markup=False)
+    console.print(f"right in {right} of {len(chosen)} runs")
     sys.exit(right < 0.9 * len(chosen))
 
 

@@ -176,26 +176,6 @@ MISTAKES = [
         "model.name|no such directory|correct the path",
     ),
     Mistake(
-        "a misspelt setting in a grid",
-        "jobgroup.sweep FOLDER/typo.yaml",
-        "grid.trainer.learning_rat|or optimizer.learning_rate?",
-    ),
-    Mistake(
-        "one value in the place of a list",
-        "jobgroup.sweep FOLDER/scalar.yaml",
-        "grid.optimizer.learning_rate|a valid list|--help",
-    ),
-    Mistake(
-        "sections within sections",
-        "jobgroup.sweep FOLDER/nested.yaml",
-        "settings.trainer|no setting trainer|--help-all",
-    ),
-    Mistake(
-        "the directory of another sweep",
-        "jobgroup.sweep FOLDER/seeds.yaml --runs FOLDER/swept",
-        "--runs|a sweep with other settings|name another directory",
-    ),
-    Mistake(
         "a folder without runs",
         "trainer.compare FOLDER/nothing",
         "RUN_DIR|contains none|name the directory of a run",
@@ -271,11 +251,6 @@ MISTAKES = [
         "a section that stands twice",
         f"jobgroup.local {GROUP} --env RUN_CONFIG=FOLDER/twice.yaml --env RUN_DIR=FOLDER/o",
         "--config|line 2: the key trainer stands twice|merge the two",
-    ),
-    Mistake(
-        "a field of a sweep that stands twice",
-        "jobgroup.sweep FOLDER/twice.yaml",
-        "FILE|line 2: the key trainer stands twice|merge the two",
     ),
     Mistake(
         "a key that stands twice in a row",
@@ -386,11 +361,6 @@ FILES = {
     "adapter/adapter_model.safetensors": b"",
     "run/config.json": b"{}",
     "run/metrics.jsonl": b'{"step": 2, "total_steps": 2, "reward": 0.5, "seconds": {}}\n',
-    "typo.yaml": b"grid: {trainer.learning_rat: [1.0e-4]}",
-    "scalar.yaml": b"grid: {optimizer.learning_rate: 1.0e-4}",
-    "nested.yaml": b"settings: {trainer: {max_steps: 3}}\ngrid: {seed: [0, 1]}",
-    "seeds.yaml": b"grid: {seed: [0, 1]}",
-    "swept/sweep.yaml": b"grid: {seed: [2, 3]}",
     "nothing/notes.txt": b"",
     "twice.yaml": b"trainer: {batch_size: 4}\ntrainer: {max_steps: 3}\n",
     "twice.jsonl": b'{"question": "1?", "answer": "1", "answer": "2"}\n',

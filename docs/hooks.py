@@ -37,7 +37,6 @@ COMMANDS = (
     "trainer.diagnose",
     "trainer.tiny_model",
     "jobgroup.local",
-    "jobgroup.sweep",
     "jobgroup.doctor",
 )
 SERVICES = {

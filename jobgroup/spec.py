@@ -19,6 +19,8 @@ from common.settings import config
 from common.settings.explain import explained
 from common.settings.sources import read_yaml_documents, yaml_problem
 
+Env = Mapping[str, str]
+"""Variables of an environment."""
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _M = TypeVar("_M", bound=BaseModel)
@@ -34,7 +36,7 @@ class Task:
     workdir: Path
     setup: str | None
     run: str
-    env: Mapping[str, str]
+    env: Env
     """`envs` and `secrets` with their overrides."""
     gpus: int
     """GPUs that one node requests."""
@@ -55,7 +57,7 @@ class Task:
         env = {name: value for name, value in self.env.items() if name not in self.on_volumes}
         return replace(self, env=env)
 
-    def settings(self, env: Mapping[str, str]) -> config.Config:
+    def settings(self, env: Env) -> config.Config:
         """Returns the settings of the task's processes in the environment `env`. Raises
         ConfigError.
 
@@ -126,8 +128,8 @@ class _TaskDocument(_Document):
 
 def load(
     path: Path,
-    env: Mapping[str, str] = _NOTHING,
-    secrets: Mapping[str, str] = _NOTHING,
+    env: Env = _NOTHING,
+    secrets: Env = _NOTHING,
     num_nodes: Mapping[str, int] = _NOTHING,
 ) -> JobGroup:
     """Reads a job group; `env`, `secrets` (both for every task) and `num_nodes` (by task) override
@@ -146,11 +148,11 @@ def load(
     # SkyPilot would set a misspelt variable, and the run would go on with the default.
     for name in env:
         known_variable(name, documents, "--env")
-    head = validated(_Header, header, "header")
+    head = _validated(_Header, header, "header")
     found = []
     for number, content in enumerate(documents, start=1):
         where = str(content.get("name", f"task {number}"))
-        found.append(validated(_TaskDocument, content, where))
+        found.append(_validated(_TaskDocument, content, where))
     _check_names(head, [task.name for task in found])
 
     tasks = []
@@ -221,8 +223,12 @@ def assignments(texts: Iterable[str], option: str) -> dict[str, str]:
 
 def no_job_group(path: Path, message: str) -> ConfigError:
     """Returns the error for a file that is no YAML of a job group."""
-    remedy = "name the YAML of a job group, such as jobgroup/rlhf-math-jobgroup.yaml"
-    return ConfigError(message, field="YAML", value=str(path), remedy=remedy)
+    return ConfigError(
+        message,
+        field="YAML",
+        value=str(path),
+        remedy="name the YAML of a job group, such as jobgroup/rlhf-math-jobgroup.yaml",
+    )
 
 
 def _documents(path: Path) -> list[Json]:
@@ -241,9 +247,9 @@ def _documents(path: Path) -> list[Json]:
     return documents
 
 
-def validated(model: type[_M], content: Any, where: str, remedy: str = "") -> _M:
+def _validated(model: type[_M], content: Any, where: str) -> _M:
     """Returns a part of a YAML as an object of `model`; `where` names that part in errors. Raises
-    ConfigError, with `remedy` unless that is empty.
+    ConfigError.
     """
     if isinstance(content, dict):
         content = {key: value for key, value in content.items() if value is not None}
@@ -258,10 +264,10 @@ def validated(model: type[_M], content: Any, where: str, remedy: str = "") -> _M
     if first["type"] == "extra_forbidden":
         message = "there is no such field here"
         hint = did_you_mean(str(first["loc"][-1]), [], model.model_fields)
-        advice = f"{hint} the known fields are {', '.join(model.model_fields)}".strip()
+        remedy = f"{hint} the known fields are {', '.join(model.model_fields)}".strip()
     else:
-        message, advice = explained(first)
-    raise ConfigError(message, field=field, value=value, remedy=remedy or advice)
+        message, remedy = explained(first)
+    raise ConfigError(message, field=field, value=value, remedy=remedy)
 
 
 def _check_names(head: _Header, names: list[str]) -> None:
@@ -286,10 +292,10 @@ def _check_names(head: _Header, names: list[str]) -> None:
 def _task(
     task: _TaskDocument,
     head: _Header,
-    env: Mapping[str, str],
+    env: Env,
     *,
     num_nodes: int,
-    overrides: Mapping[str, str],
+    overrides: Env,
 ) -> Task:
     delay = head.termination_delay
     if isinstance(delay, dict):
@@ -297,7 +303,7 @@ def _task(
     recovery = task.resources.get("job_recovery")
     if not isinstance(recovery, dict):  # only a strategy's name
         recovery = {}
-    restarts = validated(_Recovery, recovery, f"{task.name}.job_recovery")
+    restarts = _validated(_Recovery, recovery, f"{task.name}.job_recovery")
     return Task(
         name=task.name,
         num_nodes=num_nodes,
@@ -315,7 +321,7 @@ def _task(
     )
 
 
-def _on_volumes(task: _TaskDocument, overrides: Mapping[str, str]) -> tuple[str, ...]:
+def _on_volumes(task: _TaskDocument, overrides: Env) -> tuple[str, ...]:
     """Returns the variables whose value in the YAML is a folder on one of the task's volumes."""
     names = []
     for key, value in task.envs.items():
@@ -326,9 +332,7 @@ def _on_volumes(task: _TaskDocument, overrides: Mapping[str, str]) -> tuple[str,
     return tuple(names)
 
 
-def _environment(
-    task: _TaskDocument, env: Mapping[str, str], secrets: Mapping[str, str]
-) -> dict[str, str]:
+def _environment(task: _TaskDocument, env: Env, secrets: Env) -> dict[str, str]:
     """Returns the variables of a task, literally. An empty secret comes from `--secret`, `--env` or
     this environment.
     """

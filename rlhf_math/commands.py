@@ -19,7 +19,6 @@ COMMANDS = {
     "eval": ("trainer.evaluate_model", "measure a model, or compare two"),
     "export": ("trainer.export", "make a model's directory from a checkpoint or an adapter"),
     "local": ("jobgroup.local", "run a job group on this machine"),
-    "sweep": ("jobgroup.sweep", "run a job group for every point of a grid of settings"),
     "compare": ("trainer.compare", "compare runs, paired by problem"),
     "report": ("trainer.report", "write a page about a run"),
     "dashboard": ("trainer.dashboard", "show runs in a browser"),

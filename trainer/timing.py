@@ -56,6 +56,10 @@ class StageClock:
             counts = [f"{name} {count}" for name, count in self._active.items() if count]
         return ", ".join(counts) or "nothing"
 
+    def is_active(self, *stages: str) -> bool:
+        """Whether one of these stages is active."""
+        return any(self._active[stage] for stage in stages)
+
     def lap(self) -> dict[str, float]:
         """Returns the seconds by stage since the last lap."""
         with self._lock:

@@ -12,8 +12,8 @@ import math
 import random
 import ssl
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cache
 from typing import Any, NamedTuple, Self, TypeVar
 
@@ -267,10 +267,11 @@ class Client:
             sent = {**arguments, "headers": {**arguments.get("headers", {}), ATTEMPT: attempt}}
             watch = self._watched(attempt, f"{method} {path}", patience, start=start)
             try:
-                async with patience.attempt(), watch:
-                    response = await self._exchange(
-                        method, path, connect_s, sent, moved=patience.moved
-                    )
+                async with patience.attempt():
+                    with watch:
+                        response = await self._exchange(
+                            method, path, connect_s, sent, moved=patience.moved
+                        )
             except _NETWORK_ERRORS as error:
                 self._check_trust(error)
                 # An attempt that the deadline cut off says less than the one before.
@@ -312,10 +313,10 @@ class Client:
             about={"service": self.service, "problem": problem},
         )
 
-    @asynccontextmanager
-    async def _watched(
+    @contextmanager
+    def _watched(
         self, attempt: str, call: str, patience: _Patience, *, start: float
-    ) -> AsyncIterator[None]:
+    ) -> Iterator[None]:
         """Watches an attempt that has been silent for long (`_watch_attempt`)."""
         tasks: list[asyncio.Task[None]] = []
 

@@ -3,14 +3,15 @@
 import asyncio
 import base64
 import logging
-from collections.abc import AsyncIterable, Mapping, Sequence
+from collections.abc import AsyncIterable, Callable, Mapping, Sequence
 from concurrent.futures import BrokenExecutor, Executor
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any, NotRequired, TypedDict, Unpack
+from typing import Any, NotRequired, TypedDict, Unpack, cast
 from uuid import uuid4
 
+import msgspec
 import numpy as np
 import orjson
 
@@ -103,18 +104,23 @@ class RolloutClient(GeneratingClient):
         self._parsing_over = False
 
     async def generate(
-        self, input_ids: Tokens, **options: Unpack[SamplingOptions]
+        self,
+        input_ids: Tokens,
+        adapter: tuple[str, int] | None = None,
+        **options: Unpack[SamplingOptions],
     ) -> list[Completion]:
-        """Returns n completions (token ids) of one prompt given as token ids.
+        """Returns n completions (token ids) of one prompt given as token ids. `adapter`, name and
+        weight version, answers in place of the client's own.
 
         Their `routed_experts` are of prompt and completion, [P + L - 1, layers, top_k], with two
         bytes for each number. Raises GenerationFailed when an answer was aborted or lacks data that
         training needs.
         """
-        name, version = self.adapter or (None, None)  # read once: it changes from another thread
+        # Read once: it changes from another thread.
+        name, version = adapter or self.adapter or (None, None)
         contents = await self._contents(input_ids, options, name)
         read = partial(
-            _completions,
+            read_completions,
             contents,
             version,
             n=options["n"],
@@ -163,7 +169,7 @@ class RolloutClient(GeneratingClient):
         contents = await self._contents(input_ids, options, lora_path, logprobs=logprobs)
         await self._may_parse()
         with without_collection():
-            return _parsed(contents, options["n"])
+            return _parsed(contents, options["n"], orjson.loads)
 
     async def _contents(
         self,
@@ -285,38 +291,73 @@ class RolloutClient(GeneratingClient):
                         raise
 
 
-def _completions(
+def read_completions(
     contents: list[_Body], version: int | None, *, n: int, truncated: bool, routed: bool
 ) -> list[Completion]:
     """Returns the completions in the answers to a request; `version` is of its LoRA adapter."""
-    completions = []
-    with without_collection():  # until the answers' lists are freed
-        for answer in _parsed(contents, n):
-            completion = completion_from_answer(answer, version, truncated)
-            if routed:
-                completion.routed_experts = _routed_experts(answer["meta_info"], completion)
-            completions.append(completion)
-    return completions
+    # Until the last number of an answer is freed.
+    with without_collection():
+        return [
+            completion_from_answer(answer, version, truncated, routed=routed)
+            for answer in _parsed(contents, n, _answers)
+        ]
 
 
 def _truncates(options: SamplingOptions) -> bool:
     return not {"top_p", "top_k", "min_p"}.isdisjoint(options.get("parameters", {}))
 
 
-def _parsed(contents: list[_Body], n: int) -> list[dict[str, Any]]:
-    answers: list[dict[str, Any]] = []
+def _parsed(contents: list[_Body], n: int, parse: Callable[[bytes], Any]) -> list[Any]:
+    """Returns the n answers in these bodies. Raises GenerationFailed when there are not n."""
+    answers: list[Any] = []
     for content in contents:
         if isinstance(content, Path):
             body = content.read_bytes()
             content.unlink()
         else:
             body = content
-        found = orjson.loads(body)
+        found = parse(body)
         answers += found if isinstance(found, list) else [found]
     if len(answers) != n:
         reason = f"asked for {n} completions, got {len(answers)}"
         raise GenerationFailed(reason, field="/generate", value=len(answers), remedy=OTHER_ENGINE)
     return answers
+
+
+class _Answer(msgspec.Struct):
+    """An answer of SGLang whose numbers are not parsed yet."""
+
+    text: str
+    output_ids: msgspec.Raw
+    meta_info: dict[str, msgspec.Raw]
+
+
+_ANSWERS = msgspec.json.Decoder(list[_Answer] | _Answer)
+
+
+def _answers(body: bytes) -> list[_Answer] | _Answer:
+    """Returns the answers in a body. Raises GenerationFailed."""
+    try:
+        return _ANSWERS.decode(body)
+    except msgspec.DecodeError as error:
+        raise GenerationFailed(
+            f"this is no answer of SGLang: {error}",
+            field="/generate",
+            value=body[:1000],
+            remedy=OTHER_ENGINE,
+        ) from None
+
+
+def _flattened(lists: bytes) -> list[Any]:
+    """Parses a list of lists to their items, one after the other.
+
+    Where they are numbers, the brackets between are dropped before: lists of three numbers take
+    most of the memory of an answer, which is spread over that of a long run, and so of its time.
+    """
+    if b'"' in lists:  # of texts, which may have brackets of their own
+        return list(chain.from_iterable(orjson.loads(lists)))
+    flat: list[Any] = orjson.loads(b"[%b]" % lists.translate(None, b"[]"))
+    return flat
 
 
 def _routed_experts(meta: dict[str, Any], completion: Completion) -> UInt8:
@@ -364,24 +405,30 @@ BASE_VERSION = "default"
 
 
 def completion_from_answer(
-    answer: dict[str, Any], adapter_version: int | None = None, truncated: bool = False
+    answer: dict[str, Any] | _Answer,
+    adapter_version: int | None = None,
+    truncated: bool = False,
+    *,
+    routed: bool = False,
 ) -> Completion:
     """Reads one completion from SGLang's answer to `/generate`.
 
     `adapter_version` is the version of the LoRA adapter named in the request; the engine's own
     label must then be that of the model it was started with. With `truncated` sampling the
-    log-probabilities are relative to the tokens that truncation kept, which the answer must list.
-    Raises GenerationFailed when the completion was aborted or lacks data for training.
+    log-probabilities are relative to the tokens that truncation kept, which the answer must list;
+    if `routed`, it must list the experts too. Raises GenerationFailed when the completion was
+    aborted or lacks data for training.
     """
+    if isinstance(answer, dict):
+        answer = cast("_Answer", _answers(orjson.dumps(answer)))
     try:
-        meta = answer["meta_info"]
+        token_ids, logprobs, matches = _sampled(answer)
+        meta = {
+            name: orjson.loads(memoryview(value))
+            for name, value in answer.meta_info.items()
+            if name != "output_token_logprobs"
+        }
         finish = meta["finish_reason"]["type"]
-        ids = answer["output_ids"]
-        pairs = meta["output_token_logprobs"]
-        flat = list(chain.from_iterable(pairs))  # log-probability, token and token text alternate
-        token_ids: Int32 = np.fromiter(ids, np.int32, len(ids))
-        logprobs: Float32 = np.fromiter(flat[::3], np.float32, len(pairs))
-        matches = len(flat) == 3 * len(pairs) and flat[1::3] == ids
 
         kept_tokens: Int32 = np.zeros(0, np.int32)
         kept_counts: Int32 = kept_tokens
@@ -399,38 +446,59 @@ def completion_from_answer(
             lists = meta["output_token_sampling_mask"]
             kept_tokens = np.fromiter(chain.from_iterable(lists), np.int32)
             kept_counts = np.fromiter(map(len, lists), np.int32)
-            matches &= len(kept_counts) == len(token_ids)
             logprobs = np.array(meta["output_token_sampling_logprobs"], np.float32)
+            matches &= len(kept_counts) == len(token_ids) == len(logprobs)
         versions = _version_spans(meta, len(token_ids), adapter_version)
     except (KeyError, TypeError, ValueError, IndexError) as error:
         reason = f"the engine's answer lacks what training needs: {error!r}"
         raise GenerationFailed(
-            reason, field="/generate", value=answer, remedy=OTHER_ENGINE
+            reason, field="/generate", value=sorted(answer.meta_info), remedy=OTHER_ENGINE
         ) from None
 
-    reason = ""
-    if finish not in ("stop", "length"):
-        reason = f"the completion ended with {finish}"
-    elif not len(token_ids):
-        reason = "the completion is empty: it has no tokens, not even the one that ends it"
-    elif len(token_ids) != len(logprobs) or not matches:
-        reason = "tokens and logprobs of the completion do not match"
-    elif not np.isfinite(logprobs).all():
-        reason = (
-            "a log-probability of the completion is not a finite number (NaN, infinite or null)"
-        )
+    reason = _problem(finish, token_ids, logprobs, matches=matches)
     if reason:
-        raise GenerationFailed(reason, field="/generate", value=answer, remedy=OTHER_ENGINE)
+        raise GenerationFailed(reason, field="/generate", value=meta, remedy=OTHER_ENGINE)
 
-    return Completion(
+    completion = Completion(
         token_ids=token_ids,
         logprobs=logprobs,
-        text=answer["text"],
+        text=answer.text,
         finish_reason=finish,
         weight_versions=versions,
         kept_tokens=kept_tokens,
         kept_counts=kept_counts,
     )
+    if routed:
+        completion.routed_experts = _routed_experts(meta, completion)
+    return completion
+
+
+def _sampled(answer: _Answer) -> tuple[Int32, Float32, bool]:
+    """Returns the tokens, their log-probabilities, and whether the answer's two lists of tokens are
+    the same.
+    """
+    # Log-probability, token and token text alternate.
+    flat = _flattened(bytes(answer.meta_info["output_token_logprobs"]))
+    ids = flat[1::3]
+    listed = bytes(answer.output_ids)
+    # Most engines write no spaces; then the text is the same too.
+    matches = orjson.dumps(ids) == listed or orjson.loads(listed) == ids
+    token_ids: Int32 = np.fromiter(ids, np.int32, len(ids))
+    logprobs: Float32 = np.fromiter(flat[::3], np.float32, len(ids))
+    return token_ids, logprobs, matches and len(flat) == 3 * len(ids)
+
+
+def _problem(finish: str, token_ids: Int32, logprobs: Float32, *, matches: bool) -> str:
+    """Returns why a completion cannot be trained on; empty if it can."""
+    if finish not in ("stop", "length"):
+        return f"the completion ended with {finish}"
+    if not matches:
+        return "tokens and logprobs of the completion do not match"
+    if not len(token_ids):
+        return "the completion is empty: it has no tokens, not even the one that ends it"
+    if not np.isfinite(logprobs).all():
+        return "a log-probability of the completion is not a finite number (NaN, infinite or null)"
+    return ""
 
 
 def _version_spans(

@@ -24,7 +24,14 @@ class CurrentRun:
         """Raises Conflict for a run after which another one has begun: its calls arrive late, or
         two runs train.
         """
-        if run_id and run_id in self._ended:
+        if run_id in self._ended:
+            self.check_current(run_id)
+
+    def check_current(self, run_id: str) -> None:
+        """Raises Conflict for another run than the current one, also for one that is not known to
+        have begun: a service that lost what it stored does not know the runs before.
+        """
+        if run_id and self._run and run_id != self._run:
             raise Conflict(
                 f"run {run_id} has ended here: run {self._run} has begun after it",
                 code="superseded",

@@ -10,6 +10,8 @@ from concurrent import futures
 from contextlib import suppress
 from typing import Any, TypeVar
 
+import uvloop
+
 from common.errors import ServiceError
 from common.process import watchdog
 from common.process.daemon_threads import process_ends, wait_if_process_ends
@@ -29,7 +31,7 @@ class LoopThread:
     """
 
     def __init__(self, name: str = "collector") -> None:
-        self.loop = asyncio.new_event_loop()
+        self.loop: asyncio.AbstractEventLoop = uvloop.new_event_loop()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._tasks = set[
             asyncio.Task[None]

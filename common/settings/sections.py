@@ -765,6 +765,9 @@ class TinkerSection(Section):
     """Runs of a client that the server keeps."""
     resident_runs: PositiveInt = 8
     """Runs in memory. The run that was used longest ago gives way, and comes back from its file."""
+    stable_reinforce: Literal["", "importance_sampling", "ppo", "cispo"] = ""
+    """The loss that is computed where a client asks for `stable_reinforce`, whose formula Tinker
+    does not publish. Empty: it is refused."""
 
 
 class TrackersSection(Section):

@@ -202,6 +202,8 @@ def from_plain(content: Any, kind: type[_T], where: str = "") -> _T:
 def _raw(value: object) -> object:
     """Encodes types that msgpack does not know: arrays and numpy scalars."""
     if isinstance(value, np.ndarray):
+        if not value.size:  # most of the arrays of a completion
+            return b""
         if value.dtype == np.uint8:
             return value.tobytes()
         return np.ascontiguousarray(value, "<i4" if value.dtype.kind in "iu" else "<f4").tobytes()

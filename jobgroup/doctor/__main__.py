@@ -10,7 +10,7 @@ failed, 1: something did, 2: wrong usage.
 import json
 import os
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -20,7 +20,7 @@ from common.process.security import SecretRedactor
 from jobgroup.doctor import availability, gpus, machine, memory, network, sizes, software, storage
 from jobgroup.doctor.ground_truths import check_ground_truths
 from jobgroup.doctor.plan import Plan, make
-from jobgroup.doctor.report import STATES, Check, Result, perform
+from jobgroup.doctor.report import STATES, Check, Result, Results, perform
 from jobgroup.spec import assignments
 
 _CHECKS = {
@@ -38,7 +38,7 @@ _CHECKS = {
 }
 
 
-def results(plan: Plan) -> Iterator[Result]:
+def results(plan: Plan) -> Results:
     """Runs all checks; the models come first, since disk and memory need their sizes."""
     yield from plan.problems
     loading: dict[str, Check] = {"data set": partial(availability.check_dataset, plan)}
@@ -137,17 +137,24 @@ def _parser() -> CommandParser:
         metavar="NAME",
         help="only what this task needs; in a pod: its task",
     )
-    size = "with --plan: only GPUs of this size"
-    add("--gpu-memory-gb", type=positive, metavar="GB", help=size)
-    of_model = (
-        "the memory of this model (a directory, or org/name on the hub) on GPUs of every size, "
-        "and nothing else"
+    add("--gpu-memory-gb", type=positive, metavar="GB", help="with --plan: only GPUs of this size")
+    add(
+        "--plan",
+        metavar="MODEL",
+        help="the memory of this model (a directory, or org/name on the hub) on GPUs of every "
+        "size, and nothing else",
     )
-    add("--plan", metavar="MODEL", help=of_model)
-    of_data = "grades every ground truth of the data set against itself, and nothing else"
-    add("--data", action="store_true", help=of_data)
-    count = "with --plan: GPUs of the trainer in all (nodes × accelerators of the YAML)"
-    add("--gpus", type=positive, metavar="N", help=count)
+    add(
+        "--data",
+        action="store_true",
+        help="grades every ground truth of the data set against itself, and nothing else",
+    )
+    add(
+        "--gpus",
+        type=positive,
+        metavar="N",
+        help="with --plan: GPUs of the trainer in all (nodes × accelerators of the YAML)",
+    )
     add("--json", action="store_true", help="one JSON object instead of lines")
     return parser
 

@@ -10,12 +10,11 @@ from common.models import hub
 from common.process.topology import DATA, ENVIRONMENT, REWARD, ROLLOUT, TRAINER
 from common.settings.rewards import ModelReward
 from jobgroup.doctor.plan import Plan, PlannedTask
-from jobgroup.doctor.report import Result, failed
+from jobgroup.doctor.report import Result, Results, failed
 from services.data.hub import is_hub_name
 
+# As in services/data/loaders_math.py, whose import takes seconds and fails in a light environment.
 _ON_HUB = {"gsm8k": "openai/gsm8k", "math": "DigitalLearningGmbH/MATH-lighteval"}
-"""As in services/data/loaders_math.py, whose import takes seconds and fails in a light
-environment."""
 
 
 def models(plan: Plan) -> dict[str, PlannedTask]:
@@ -43,7 +42,7 @@ def _models_of(job: PlannedTask) -> Iterator[str]:
         yield reward_model.model
 
 
-def check_model(plan: Plan, name: str, job: PlannedTask) -> Iterator[Result]:
+def check_model(plan: Plan, name: str, job: PlannedTask) -> Results:
     """Looks for the model, and puts the content of its config.json into the plan's shapes."""
     title = f"model {name}"
     folder = job.path(name)
@@ -62,7 +61,7 @@ def check_model(plan: Plan, name: str, job: PlannedTask) -> Iterator[Result]:
     yield Result(title, "ok", "a folder" if folder.is_dir() else "on the hub, or in its cache")
 
 
-def check_dataset(plan: Plan) -> Iterator[Result]:
+def check_dataset(plan: Plan) -> Results:
     """Looks for the prompts."""
     job = plan.job(DATA)
     if job is None:
@@ -77,8 +76,12 @@ def check_dataset(plan: Plan) -> Iterator[Result]:
     elif is_hub_name(name):
         yield _on_hub(title, name)
     else:
-        fix = "correct data.source: a file, a folder, or org/name on the hub"
-        yield Result(title, "fail", f"there is no {job.path(name)}", fix)
+        yield Result(
+            title,
+            "fail",
+            f"there is no {job.path(name)}",
+            "correct data.source: a file, a folder, or org/name on the hub",
+        )
 
 
 def _on_hub(title: str, name: str) -> Result:
@@ -93,9 +96,11 @@ def _on_hub(title: str, name: str) -> Result:
         hub.patiently(lambda: api.auth_check(name, repo_type="dataset"), hub.REACH_S)
     except Exception as error:  # the library raises many types when the network fails
         cause = shorten(" ".join(f"{type(error).__name__}: {error}".split()), 400)
-        fix = (
+        return Result(
+            title,
+            "fail",
+            cause,
             "check the name, HF_TOKEN, HTTPS_PROXY and HF_ENDPOINT; with a cached copy set "
-            "HF_HUB_OFFLINE=1 and HF_HOME; or name a folder with files"
+            "HF_HUB_OFFLINE=1 and HF_HOME; or name a folder with files",
         )
-        return Result(title, "fail", cause, fix)
     return Result(title, "ok", f"on {api.endpoint}")

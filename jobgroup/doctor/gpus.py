@@ -1,15 +1,15 @@
 """The GPUs of this machine, as nvidia-smi lists them, and who uses them."""
 
 import shutil
-from collections.abc import Iterator, Mapping
 
 from common.errors import ConfigError
 from common.process.topology import ROLLOUT, TRAINER
 from jobgroup.doctor.plan import Gpu, Plan
-from jobgroup.doctor.report import Result, ask, expect, gb
+from jobgroup.doctor.report import Results, ask, expect, gb
+from jobgroup.spec import Env
 
 
-def visible(env: Mapping[str, str]) -> tuple[list[Gpu], str]:
+def visible(env: Env) -> tuple[list[Gpu], str]:
     """Returns the GPUs that processes started here may use, and the reason if there are none."""
     if shutil.which("nvidia-smi") is None:
         return [], "there is no nvidia-smi"
@@ -55,7 +55,7 @@ def needs_cuda(plan: Plan) -> list[str]:
     return found
 
 
-def check_gpus(plan: Plan) -> Iterator[Result]:
+def check_gpus(plan: Plan) -> Results:
     """Compares the GPUs with what the tasks ask for, and finds who uses them already."""
     if not plan.gpus:
         needing = needs_cuda(plan)

@@ -1,18 +1,17 @@
 """Grades every ground truth of a data set against itself, as a run does at its start."""
 
 import asyncio
-from collections.abc import Iterator
 
 from common.errors import ConfigError
 from common.process.topology import DATA, REWARD
 from common.wire.schemas import Prompt
 from jobgroup.doctor.plan import Plan, PlannedTask
-from jobgroup.doctor.report import Result
+from jobgroup.doctor.report import Result, Results
 
 _FIX = "correct the row, or name another column (data.answer_field)"
 
 
-def check_ground_truths(plan: Plan) -> Iterator[Result]:
+def check_ground_truths(plan: Plan) -> Results:
     """Yields a line for each problem that no answer solves, and one for all of them.
 
     Raises ConfigError when the data or the reward functions cannot be loaded.

@@ -10,7 +10,7 @@ import psutil
 
 from common.process.topology import ROLLOUT, TINKER, TRAINER, Topology
 from jobgroup.doctor.plan import ROOT, Plan
-from jobgroup.doctor.report import Result, ask, expect, gb
+from jobgroup.doctor.report import Result, Results, ask, expect, gb
 
 COLLECTIVE_S = 90.0
 """Time limit of the collective, mostly for importing torch on a busy machine."""
@@ -54,7 +54,7 @@ def _limits(*files: str) -> Iterator[tuple[int, int]]:
                 yield int(limit), int(other)
 
 
-def check_cores(plan: Plan) -> Iterator[Result]:
+def check_cores(plan: Plan) -> Results:
     """Checks that there are enough cores and that no process takes all of them."""
     usable = cores()
     fix = "expect it to be slow; or --num-nodes rollout-server=1"
@@ -73,7 +73,7 @@ def check_cores(plan: Plan) -> Iterator[Result]:
         yield Result("OMP_NUM_THREADS", "warn", found, fix)
 
 
-def check_collective(plan: Plan) -> Iterator[Result]:
+def check_collective(plan: Plan) -> Results:
     """Runs an all_reduce: over NCCL with a process per GPU; without GPUs with two processes over
     gloo on loopback.
     """
@@ -89,5 +89,8 @@ def check_collective(plan: Plan) -> Iterator[Result]:
         timeout_s=COLLECTIVE_S,
         env=env,
     )
-    found = f"{world} processes over {backend} in {seconds.strip()} s, rendezvous included"
-    yield Result("all_reduce", "ok", found)
+    yield Result(
+        "all_reduce",
+        "ok",
+        f"{world} processes over {backend} in {seconds.strip()} s, rendezvous included",
+    )

@@ -2,7 +2,7 @@
 `common.models.memory`.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -26,21 +26,21 @@ from common.process.topology import ROLLOUT, TRAINER
 from common.settings.config import Config
 from jobgroup.doctor.machine import available_memory
 from jobgroup.doctor.plan import Plan, PlannedTask
-from jobgroup.doctor.report import Result, expect, failed, fits, gb
+from jobgroup.doctor.report import Result, Results, expect, failed, fits, gb
 
 TITLE = "memory for the model"
+# Approximate share of a GPU that SGLang takes for weights and KV cache; `--mem-fraction-static`
+# sets it.
 _STATIC = 0.85
-"""Approximate share of a GPU that SGLang takes for weights and KV cache; `--mem-fraction-static`
-sets it."""
+# Share of a pass that the longest answers should fill.
 _FULL = 0.7
-"""Share of a pass that the longest answers should fill."""
 _SMALLER = (
     "lower trainer.micro_batch_tokens, set trainer.activation_checkpointing, "
     "parallel.offload_optimizer or lora.rank, use more GPUs, or use a smaller model"
 )
 
 
-def check_fit(plan: Plan) -> Iterator[Result]:
+def check_fit(plan: Plan) -> Results:
     """Estimates the memory of trainer and engines."""
     jobs = [job for job in plan.here if job.name in (TRAINER, ROLLOUT)]
     if not jobs:
@@ -57,8 +57,12 @@ def check_fit(plan: Plan) -> Iterator[Result]:
         yield Result("model", "ok", f"{shape.parameters:,} parameters ({name})")
     except ConfigError as error:
         shape = None
-        fix = "watch nvidia-smi in a first run with --env MAX_STEPS=3"
-        yield Result(TITLE, "warn", f"{error.message}: {error.value}", fix)
+        yield Result(
+            TITLE,
+            "warn",
+            f"{error.message}: {error.value}",
+            "watch nvidia-smi in a first run with --env MAX_STEPS=3",
+        )
     if plan.gpus:
         for job in jobs:
             yield from _on_gpus(job, shape, plan)
@@ -67,7 +71,7 @@ def check_fit(plan: Plan) -> Iterator[Result]:
         yield Result(TITLE, "ok", found)
 
 
-def _on_gpus(job: PlannedTask, shape: ModelShape | None, plan: Plan) -> Iterator[Result]:
+def _on_gpus(job: PlannedTask, shape: ModelShape | None, plan: Plan) -> Results:
     try:
         if job.name == ROLLOUT:
             yield from _engine_on_gpu(job, plan)
@@ -82,7 +86,7 @@ def parts(estimate: TrainerMemory) -> str:
     return ", ".join(f"{name} {gb(size)}" for name, size in vars(estimate).items() if size)
 
 
-def _trainer_on_gpu(job: PlannedTask, shape: ModelShape, plan: Plan) -> Iterator[Result]:
+def _trainer_on_gpu(job: PlannedTask, shape: ModelShape, plan: Plan) -> Results:
     size = min(gpu.total for gpu in plan.gpus)
     ranks = job.num_nodes * max(1, min(job.gpus, len(plan.gpus)))
     title = f"memory of {job.name}"
@@ -92,12 +96,16 @@ def _trainer_on_gpu(job: PlannedTask, shape: ModelShape, plan: Plan) -> Iterator
     if not plan.inside:
         needed = trainer_host_bytes(shape, job.config, ranks, min(ranks, len(plan.gpus)))
         left, bound = available_memory()
-        found = f"{gb(needed)} of {gb(left)} {bound}, while a checkpoint is copied"
-        fix = "less offloading, LoRA, or a machine with more"
-        yield fits(f"CPU {title}", found, needed=needed, available=left, fix=fix)
+        yield fits(
+            f"CPU {title}",
+            f"{gb(needed)} of {gb(left)} {bound}, while a checkpoint is copied",
+            needed=needed,
+            available=left,
+            fix="less offloading, LoRA, or a machine with more",
+        )
 
 
-def _engine_on_gpu(job: PlannedTask, plan: Plan) -> Iterator[Result]:
+def _engine_on_gpu(job: PlannedTask, plan: Plan) -> Results:
     name = job.config.model.name
     if job.config.rollout.device == "cpu":
         return
@@ -113,14 +121,17 @@ def judge_trainer(
     """Judges an update on `ranks` GPUs of `room` bytes."""
     decided = fastest_fit(shape, config, ranks, FITS_SHARE * room)
     estimate = trainer_memory(shape, decided, ranks)
-    found = (
+    return fits(
+        name,
         f"{gb(estimate.total)} of {gb(room)} on each of {ranks} GPUs with {form(decided)}: "
-        f"{parts(estimate)}"
+        f"{parts(estimate)}",
+        needed=estimate.total,
+        available=room,
+        fix=fix,
     )
-    return fits(name, found, needed=estimate.total, available=room, fix=fix)
 
 
-def judge_passes(config: Config) -> Iterator[Result]:
+def judge_passes(config: Config) -> Results:
     """Judges how full passes of the longest answers are, where `trainer.micro_batch_tokens` is
     set; `auto` makes them full.
     """
@@ -129,15 +140,15 @@ def judge_passes(config: Config) -> Iterator[Result]:
         return
     answers = answers_of_pass(config)
     fill = min(1.0, full_pass(config, answers) / room)
-    found = (
+    yield expect(
+        "passes of the longest answers",
+        fill >= _FULL,
         f"{room:,} tokens, {fill:.0%} of which {answers} answers of "
-        f"{config.sampling.max_new_tokens:,} and their prompt take"
-    )
-    fix = (
+        f"{config.sampling.max_new_tokens:,} and their prompt take",
         f"trainer.micro_batch_tokens auto, {full_pass(config, answers)}, or "
-        f"{full_pass(config, answers + 1)}"
+        f"{full_pass(config, answers + 1)}",
+        otherwise="warn",
     )
-    yield expect("passes of the longest answers", fill >= _FULL, found, fix, otherwise="warn")
 
 
 def judge_engine(

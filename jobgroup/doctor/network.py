@@ -1,7 +1,6 @@
 """Ports."""
 
 import socket
-from collections.abc import Iterator
 from contextlib import suppress
 from operator import attrgetter
 
@@ -10,8 +9,9 @@ import psutil
 from common.process.topology import DATA, ENVIRONMENT, REPLAY, REWARD, ROLLOUT, TINKER, TRAINER
 from common.settings.sources import variable
 from jobgroup.doctor.plan import Plan
-from jobgroup.doctor.report import Result
+from jobgroup.doctor.report import Result, Results
 
+# The settings of the ports on which the nodes of a task listen.
 _PORTS = {
     ROLLOUT: (
         "rollout.agent_port",
@@ -26,13 +26,12 @@ _PORTS = {
     TRAINER: ("trainer.port",),
     TINKER: ("tinker.port",),
 }
-"""The settings of the ports on which the nodes of a task listen."""
+# Like a node of a local run (`jobgroup/local/placement.py`): on Linux no other server listens on
+# this address only.
 _NODE = "127.254.251.1" if psutil.LINUX else "127.0.0.1"
-"""Like a node of a local run (`jobgroup/local/placement.py`): on Linux no other server listens on
-this address only."""
 
 
-def check_ports(plan: Plan) -> Iterator[Result]:
+def check_ports(plan: Plan) -> Results:
     """Tries to listen as the tasks will; in a running group they already do."""
     if plan.inside:
         return
@@ -46,8 +45,12 @@ def check_ports(plan: Plan) -> Iterator[Result]:
             except OSError as error:
                 users = _listeners(port)
                 by = f" by process {', '.join(users)}" if users else f": {error.strerror}"
-                fix = f"end it, or use another port: --env {variable(setting)}={port + 1000}"
-                yield Result(f"port {port} of {job.name}", "fail", f"already in use{by}", fix)
+                yield Result(
+                    f"port {port} of {job.name}",
+                    "fail",
+                    f"already in use{by}",
+                    f"end it, or use another port: --env {variable(setting)}={port + 1000}",
+                )
             else:
                 free.append(str(port))
     if free:

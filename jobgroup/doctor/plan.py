@@ -2,11 +2,12 @@
 GPUs.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+from common import Json
 from common.errors import ConfigError, did_you_mean
 from common.process.topology import REWARD, ROLLOUT, TINKER, TRAINER
 from common.settings.config import Config
@@ -14,6 +15,7 @@ from common.settings.rewards import ModelReward
 from common.settings.sources import packaged
 from jobgroup import spec
 from jobgroup.doctor.report import Result, failed
+from jobgroup.spec import Env
 
 ROOT = Path(__file__).resolve().parents[2]
 DEMO = ROOT / "jobgroup" / "rlhf-math-jobgroup.yaml"
@@ -59,8 +61,8 @@ class PlannedTask(spec.Task):
         return self.name in (TRAINER, TINKER)
 
 
+# The setup of a task that makes the built-in model has this word.
 _MAKE_TINY = "trainer.tiny_model"
-"""The setup of a task that makes the built-in model has this word."""
 
 
 @dataclass
@@ -78,7 +80,7 @@ class Plan:
     gpus: Sequence[Gpu] = ()
     no_gpus: str = "not looked for"
     """The reason for empty `gpus`."""
-    shapes: dict[str, dict[str, Any]] = field(default_factory=dict)
+    shapes: dict[str, Json] = field(default_factory=dict)
     """The config.json of every model that could be read; `availability.check_model` fills it."""
 
     def job(self, name: str) -> PlannedTask | None:
@@ -91,8 +93,8 @@ class Plan:
 
 def make(
     path: Path | None,
-    overrides: Mapping[str, str],
-    env: Mapping[str, str],
+    overrides: Env,
+    env: Env,
     *,
     task: str | None = None,
 ) -> Plan:

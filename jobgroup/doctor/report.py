@@ -64,11 +64,12 @@ def failed(name: str, error: ServiceError) -> Result:
     return Result(name, "fail", found, error.remedy or f"change {error.field or 'it'}")
 
 
+Results = Iterator[Result]
 Check = Callable[[], Iterable[Result]]
 """Yields results. A ConfigError that it raises is a failed line."""
 
 
-def perform(checks: Mapping[str, Check], limit_s: float | None = 100.0) -> Iterator[Result]:
+def perform(checks: Mapping[str, Check], limit_s: float | None = 100.0) -> Results:
     """Runs all checks at once and yields their results in order. A check that raises, or is not
     done within `limit_s` seconds, is a failed line with its name.
     """
@@ -88,8 +89,14 @@ def _run(name: str, check: Check) -> list[Result]:
     except ServiceError as error:
         found.append(failed(name, error))
     except Exception as error:
-        reason = f"the check itself failed: {type(error).__name__}: {error}"
-        found.append(Result(name, "fail", reason, "check this by hand, and report this line"))
+        found.append(
+            Result(
+                name,
+                "fail",
+                f"the check itself failed: {type(error).__name__}: {error}",
+                "check this by hand, and report this line",
+            )
+        )
     return found
 
 

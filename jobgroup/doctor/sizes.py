@@ -5,7 +5,7 @@ Uses the estimates of `common.models.memory`; needs neither the model's weights 
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 
 from common.errors import ConfigError
@@ -15,19 +15,19 @@ from common.models.flow import answer_flow
 from common.models.memory import (
     FITS_SHARE,
     ModelShape,
-    TrainerMemory,
     fastest_fit,
     trainer_host_bytes,
     trainer_memory,
 )
 from common.settings.config import Config, load
 from jobgroup.doctor.memory import judge_engine, judge_passes, judge_trainer, weight_bytes
-from jobgroup.doctor.report import Result, gb
+from jobgroup.doctor.report import Result, Results, gb
+from jobgroup.spec import Env
 
 SIZES = (24, 40, 48, 80, 141, 180)
 """GB of usual GPUs: 4090 and L4, A100, L40S, A100 and H100, H200, B200."""
+# GPUs of a node.
 _NODE = 8
-"""GPUs of a node."""
 _AUTO = {
     "RLHF_TRAINER__ACTIVATION_CHECKPOINTING": "auto",
     "RLHF_PARALLEL__RESHARD_AFTER_FORWARD": "auto",
@@ -40,9 +40,7 @@ _ROUNDED = {"RLHF_OPTIMIZER__MOMENTS": "bfloat16"}
 _LORA = "RLHF_LORA__RANK"
 
 
-def predict(
-    model: str, gpus: int, env: Mapping[str, str], *, only_gb: float | None
-) -> Iterator[Result]:
+def predict(model: str, gpus: int, env: Env, *, only_gb: float | None) -> Results:
     """Yields the prediction for `gpus` GPUs of the trainer, for every usual size or `only_gb`, with
     the settings in `env`.
 
@@ -106,7 +104,7 @@ def _flow(shape: ModelShape, config: Config, gpus: int) -> Result:
     return Result(f"a step of {tokens:,} tokens", "ok", f"{'; '.join(parts)}; {weights}")
 
 
-def _savings(shape: ModelShape, env: Mapping[str, str], gpus: int) -> Iterator[dict[str, str]]:
+def _savings(shape: ModelShape, env: Env, gpus: int) -> Iterator[dict[str, str]]:
     """Yields settings that save memory, from the cheapest: shorter passes, several GPUs for a row
     or for the experts, rounded moments, and what costs most.
     """
@@ -114,20 +112,15 @@ def _savings(shape: ModelShape, env: Mapping[str, str], gpus: int) -> Iterator[d
     if decided:
         yield decided
     short = {**decided, **_SHORT}
-    yield short
-    for ranks in _divisors(gpus, shape.heads):
-        yield {**short, _TOGETHER: str(ranks)}
-    for experts in _divisors(gpus, shape.experts):
-        yield {**short, _EXPERTS: str(experts)}
-        for ranks in _divisors(gpus, shape.heads):
-            yield {**short, _EXPERTS: str(experts), _TOGETHER: str(ranks)}
-    yield {**short, **_ROUNDED}
-    for ranks in _divisors(gpus, shape.heads):
-        yield {**short, _TOGETHER: str(ranks), **_ROUNDED}
-    if gpus > 1:
-        yield {**short, _OFFLOAD: "true"}
-        for ranks in _divisors(gpus, shape.heads):
-            yield {**short, _TOGETHER: str(ranks), _OFFLOAD: "true"}
+    together: list[dict[str, str]] = [
+        {},
+        *({_TOGETHER: str(ranks)} for ranks in _divisors(gpus, shape.heads)),
+    ]
+    experts = [{_EXPERTS: str(ranks)} for ranks in _divisors(gpus, shape.experts)]
+    offloaded = [{_OFFLOAD: "true"}] if gpus > 1 else []
+    for costly in ({}, *experts, _ROUNDED, *offloaded):
+        for ranks in together:
+            yield {**short, **costly, **ranks}
     yield {**decided, _LORA: "16"}
 
 
@@ -136,26 +129,18 @@ def _divisors(gpus: int, count: int) -> list[int]:
     return [size for size in range(2, gpus + 1) if gpus % size == 0 and count and count % size == 0]
 
 
-def _estimate(
-    shape: ModelShape, env: Mapping[str, str], gpus: int, changes: Mapping[str, str], *, room: float
-) -> TrainerMemory | None:
-    """Returns the memory of an update with these changes; None if the settings exclude them."""
-    try:
-        config = load([], {**env, **changes})
-        return trainer_memory(shape, fastest_fit(shape, config, gpus, FITS_SHARE * room), gpus)
-    except ConfigError:
-        return None
-
-
-def _changes(shape: ModelShape, env: Mapping[str, str], gpus: int, *, room: int) -> str:
+def _changes(shape: ModelShape, env: Env, gpus: int, *, room: int) -> str:
     """Returns the cheapest settings with which the trainer fits with a tenth to spare, after
     cheaper ones that fit tightly; or how much is missing.
     """
     tight = ""
     smallest = math.inf
     for changes in _savings(shape, env, gpus):
-        estimate = _estimate(shape, env, gpus, changes, room=room)
-        if estimate is None:
+        try:
+            config = load([], {**env, **changes})
+            fastest = fastest_fit(shape, config, gpus, FITS_SHARE * room)
+            estimate = trainer_memory(shape, fastest, gpus)
+        except ConfigError:  # the settings exclude these changes
             continue
         words = " ".join(f"--env {name}={value}" for name, value in changes.items())
         found = f"{words} ({gb(estimate.total)})"

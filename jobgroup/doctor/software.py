@@ -7,12 +7,12 @@ import re
 import shutil
 import sys
 import tomllib
-from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from common.process.topology import DATA, ENVIRONMENT, REPLAY, REWARD, ROLLOUT, TINKER, TRAINER
 from jobgroup.doctor.plan import ROOT, Plan
-from jobgroup.doctor.report import Result, ask, expect
+from jobgroup.doctor.report import Result, Results, ask, expect
+from jobgroup.spec import Env
 from services.rollout.engine_client import toolkit_env
 from services.rollout.router import chosen_router
 
@@ -20,14 +20,14 @@ _EXTRA = dict.fromkeys((DATA, REWARD, REPLAY, ENVIRONMENT), "services")
 _EXTRA |= {ROLLOUT: "rollout", TRAINER: "trainer", TINKER: "trainer"}
 _CHECKOUT = (ROOT / "Makefile").exists()
 _SGLANG_VERSIONS = "import importlib.metadata as m; print(m.version('sglang'), m.version('torch'))"
+# CUDA version of the pinned wheels.
 _CUDA = 13
-"""CUDA version of the pinned wheels."""
+# The first driver series that runs it.
 _DRIVER = 580
-"""The first driver series that runs it."""
 _SYSTEM_TOOLKIT = "/usr/local/cuda"
 
 
-def check_python(plan: Plan) -> Iterator[Result]:
+def check_python(plan: Plan) -> Results:
     """Checks this interpreter and those the tasks use."""
     good = (3, 11) <= sys.version_info[:2] <= (3, 13)
     found = f"{platform.python_version()} in {sys.prefix}"
@@ -40,7 +40,7 @@ def check_python(plan: Plan) -> Iterator[Result]:
             yield Result(f"python of {job.name}", "fail", f"there is no {python}", fix)
 
 
-def check_packages(plan: Plan, root: Path = ROOT) -> Iterator[Result]:
+def check_packages(plan: Plan, root: Path = ROOT) -> Results:
     """Checks that the imports of the tasks here are installed, in the pinned versions."""
     installed: dict[str, str] = {}
     for each in importlib.metadata.distributions():
@@ -74,7 +74,7 @@ def check_packages(plan: Plan, root: Path = ROOT) -> Iterator[Result]:
     yield expect("packages", not other, found, fix, otherwise="warn")
 
 
-def check_router(plan: Plan) -> Iterator[Result]:
+def check_router(plan: Plan) -> Results:
     """Imports the router, a compiled extension: being installed does not prove that it works."""
     job = plan.job(ROLLOUT)
     if job:
@@ -84,7 +84,7 @@ def check_router(plan: Plan) -> Iterator[Result]:
         yield Result("router", "ok", f"{name} can be imported")
 
 
-def check_sglang(plan: Plan) -> Iterator[Result]:
+def check_sglang(plan: Plan) -> Results:
     """Checks SGLang's environment if SGLang is the engine."""
     job = plan.job(ROLLOUT)
     if job is None or not job.uses_sglang:
@@ -96,11 +96,16 @@ def check_sglang(plan: Plan) -> Iterator[Result]:
     version, torch = ask(python, "-c", _SGLANG_VERSIONS, fix=fix).split()
     pinned = "sglang-cpu/requirements.txt" if on_cpu else "sglang-requirements.txt"
     pin = _pins(ROOT / "jobgroup" / pinned)["sglang"]
-    found = f"{version} ({pin} is pinned) with torch {torch} in {python.parent.parent}"
-    yield expect("sglang", version == pin, found, fix, otherwise="warn")
+    yield expect(
+        "sglang",
+        version == pin,
+        f"{version} ({pin} is pinned) with torch {torch} in {python.parent.parent}",
+        fix,
+        otherwise="warn",
+    )
 
 
-def check_toolkit(plan: Plan) -> Iterator[Result]:
+def check_toolkit(plan: Plan) -> Results:
     """Checks the tools SGLang compiles its GPU kernels with, and that the driver can run the
     result.
     """
@@ -128,7 +133,7 @@ def check_toolkit(plan: Plan) -> Iterator[Result]:
     yield expect("C++ compiler", place is not None, found, fix)
 
 
-def _nvcc(env: Mapping[str, str]) -> Result:
+def _nvcc(env: Env) -> Result:
     home = Path(env.get("CUDA_HOME", _SYSTEM_TOOLKIT))
     fix = "bash jobgroup/setup.sh sglang; or CUDA_HOME of a CUDA 13 toolkit in the environment"
     nvcc = shutil.which(home / "bin/nvcc") or shutil.which("nvcc", path=env["PATH"])

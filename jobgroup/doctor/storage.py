@@ -18,16 +18,16 @@ from common.errors import ConfigError
 from common.models.memory import ModelShape, state_bytes
 from common.process.topology import DATA, REPLAY, ROLLOUT, TRAINER
 from jobgroup.doctor.plan import Plan, PlannedTask
-from jobgroup.doctor.report import Result, expect, fits, gb
+from jobgroup.doctor.report import Result, Results, expect, fits, gb
 
+# Weight versions on disk at the trainer: two kept, one arriving.
 _VERSIONS = 3
-"""Weight versions on disk at the trainer: two kept, one arriving."""
+# Weight versions on disk on a rollout node: two more in use or on their way.
 _PULLED = 5
-"""Weight versions on disk on a rollout node: two more in use or on their way."""
+# Bytes of a stored token: id, logprob.
 _TOKEN = 8
-"""Bytes of a stored token: id, logprob."""
+# Bytes of a token that the trainer records, also with its own logprob.
 _RECORDED = 12
-"""Bytes of a token that the trainer records, also with its own logprob."""
 _LOGS = 200 << 20
 _NETWORK = ("nfs", "nfs4", "cifs", "smb3", "smbfs", "9p", "ceph", "lustre", "glusterfs", "virtiofs")
 
@@ -93,7 +93,7 @@ def _trainer_sizes(job: PlannedTask, shape: ModelShape | None) -> dict[str, int]
     }
 
 
-def check_disk(plan: Plan) -> Iterator[Result]:
+def check_disk(plan: Plan) -> Results:
     """Yields a line per folder, then one per disk."""
     wanted = list(needs(plan))
     databases = [job.path(job.config.state_dir) for job in plan.here if job.name in (DATA, REPLAY)]
@@ -133,7 +133,7 @@ def check_folder(folder: Path, sqlite: bool = False) -> Result:
     return expect(title, seconds <= 1, found, fix, otherwise="warn")
 
 
-def check_room(wanted: Sequence[Need], running: bool = False) -> Iterator[Result]:
+def check_room(wanted: Sequence[Need], running: bool = False) -> Results:
     """Compares the space needed on each disk with its free space. A running group has already
     written some of it.
     """

@@ -16,7 +16,7 @@ import shlex
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from importlib.util import find_spec
@@ -37,11 +37,11 @@ from jobgroup.local.node import Node
 from jobgroup.local.output import Screen
 from jobgroup.local.placement import Placement, choose_addresses, gpus_of_machine, share_gpus
 from jobgroup.local.runner import Runner
-from jobgroup.spec import JobGroup, Task, assignments, seconds
+from jobgroup.spec import Env, JobGroup, Task, assignments, seconds
 
+# Interpreter in the YAMLs, made by `jobgroup/setup.sh`; this Python replaces it in a folder that
+# lacks it.
 _PYTHON = ".venv/bin/python"
-"""Interpreter in the YAMLs, made by `jobgroup/setup.sh`; this Python replaces it in a folder that
-lacks it."""
 
 
 _EPILOG = """\
@@ -58,8 +58,8 @@ python -m trainer --help lists the settings: section.name is the variable RLHF_S
 """
 _FILES = 8192
 _TOKEN_FILE = "api_token"  # noqa: S105
+# Matches the command of a task whose process reads our settings.
 _OURS = re.compile(r"-m (trainer|services)\b")
-"""Matches the command of a task whose process reads our settings."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -191,10 +191,9 @@ def _say_reason(node: Node, screen: Screen) -> None:
     """Shows a failed node's last lines, and how it ended if they cannot say it."""
     screen.tail(node.name, node.last_lines, node.log)
     status = node.ended.result()
-    if status > SIGNALLED:
-        screen.say(f"{node.name} {how_ended(status)}", loud=True)
-    elif not node.last_lines:
-        screen.say(f"{node.name} {how_ended(status)} and printed nothing", loud=True)
+    if status > SIGNALLED or not node.last_lines:
+        silent = "" if node.last_lines else " and printed nothing"
+        screen.say(f"{node.name} {how_ended(status)}{silent}", loud=True)
 
 
 def _clear(directory: Path, log_dir: Path) -> None:
@@ -212,9 +211,7 @@ def _clear(directory: Path, log_dir: Path) -> None:
                 path.unlink()
 
 
-def _environments(
-    group: JobGroup, placement: Placement
-) -> Callable[[Task, int], Mapping[str, str]]:
+def _environments(group: JobGroup, placement: Placement) -> Callable[[Task, int], Env]:
     """Returns what makes the environment of a node: this process's, the task's, and SkyPilot's
     variables.
     """
@@ -222,7 +219,7 @@ def _environments(
     shares = share_gpus(group.tasks, gpus)
     run = f"local-{time.strftime('%Y-%m-%d-%H-%M-%S')}-{os.getpid()}"
 
-    def environment(task: Task, rank: int) -> Mapping[str, str]:
+    def environment(task: Task, rank: int) -> Env:
         skypilot = {
             "SKYPILOT_JOBGROUP_NAME": group.name,
             "SKYPILOT_NODE_RANK": str(rank),

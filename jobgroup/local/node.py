@@ -2,7 +2,6 @@
 
 import asyncio
 from collections import deque
-from collections.abc import Mapping
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -13,6 +12,7 @@ from common.process import launcher
 from common.process.child import Child, ChildOutput
 from common.process.exits import SIGNALLED
 from jobgroup.local.output import Screen
+from jobgroup.spec import Env
 
 
 class Node:
@@ -25,7 +25,7 @@ class Node:
         name: str,
         script: str,
         *,
-        env: Mapping[str, str],
+        env: Env,
         workdir: Path,
         log: Path,
         screen: Screen,
@@ -58,7 +58,7 @@ class Node:
         if self._child is not None:
             self._child.kill()
 
-    async def _run(self, script: str, env: Mapping[str, str], workdir: Path, grace_s: float) -> int:
+    async def _run(self, script: str, env: Env, workdir: Path, grace_s: float) -> int:
         self._child = await Child.start(
             ["bash", "-c", script],
             self._output,

@@ -12,13 +12,13 @@ from common.process.exits import SIGNALLED, how_ended
 from common.process.topology import LOST, WRONG_SETTING
 from jobgroup.local.node import Node
 from jobgroup.local.output import Screen
-from jobgroup.spec import Task
+from jobgroup.spec import Env, Task
 
 State = Literal["PENDING", "RUNNING", "SUCCEEDED", "FAILED", "CANCELLED", "STOPPED"]
 """`STOPPED`: ended after the primary tasks have succeeded, as every service is; SkyPilot calls it
 CANCELLED."""
+# Seconds that a node which failed by itself has to end, after one that only followed it.
 _CAUSE_S = 10.0
-"""Seconds that a node which failed by itself has to end, after one that only followed it."""
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -153,7 +153,7 @@ class Runner:
     def __init__(
         self,
         tasks: Sequence[Task],
-        environment: Callable[[Task, int], Mapping[str, str]],
+        environment: Callable[[Task, int], Env],
         screen: Screen,
         log_dir: Path,
         *,

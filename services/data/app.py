@@ -227,4 +227,5 @@ def _by_id(train: list[Prompt], evaluation: list[Prompt], source: str) -> dict[s
                 value=source,
                 remedy="make the ids unique, or remove the column id",
             )
-    return by_id | {prompt.id: prompt for prompt in evaluation}
+        by_id[prompt.id] = prompt
+    return by_id

@@ -168,8 +168,10 @@ class Curriculum:
             "SELECT body FROM reports WHERE request_id = ?", (request_id,)
         ).fetchone()
         if stored is None:
-            new = "INSERT INTO reports (request_id, position, body, seal) VALUES (?, ?, ?, ?)"
-            db.execute(new, sealed((request_id, position, body)))
+            db.execute(
+                "INSERT INTO reports (request_id, position, body, seal) VALUES (?, ?, ?, ?)",
+                sealed((request_id, position, body)),
+            )
         elif stored[0] != body:
             raise InvalidInput(
                 "the request_id was used for other pass rates",

@@ -7,7 +7,7 @@ anything else is a file, a directory with one file per split, or the name of a d
 import itertools
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -37,12 +37,14 @@ Split = Literal["train", "eval"]
 
 
 @dataclass
-class TinyLoader(Loader):
+class TinyLoader(GSM8KLoader):
     """The generated task (`services.data.tiny`), with the splits train and test, which never
-    change.
+    change. Its rows are like those of GSM8K.
     """
 
     source: str | Path = "tiny"
+    _: KW_ONLY
+    name: str = "tiny"
 
     def _load(self, split: str) -> list[Prompt]:
         if split not in tiny.SIZES:
@@ -51,17 +53,8 @@ class TinyLoader(Loader):
             )
         name: tiny.Split = "train" if split == "train" else "test"
         problems = itertools.islice(tiny.problems(name), tiny.SIZES[name])
-
-        prompts = list[Prompt]()
-        for number, problem in enumerate(problems):
-            prompt = Prompt(
-                id=f"tiny-{name}-{number}",
-                prompt=problem.question,
-                ground_truth=str(problem.answer),
-                task=self.task,
-            )
-            prompts.append(prompt)
-        return prompts
+        rows = (("tiny", {"question": each.question, "answer": each.solution}) for each in problems)
+        return self._prompts(rows, f"{self.name}-{name}")
 
 
 def loader_of(config: DataSection) -> Loader:

@@ -4,22 +4,22 @@ import hashlib
 import random
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
-from typing import Any
 
+from common import Json
 from common.errors import ConfigError
 from common.wire.schemas import Prompt
 from services.data.files import file_of_split, read_file
 from services.data.hub import hub_rows, is_hub_name
-from services.data.rows import BadRow, Row, refuse, refuse_same_ids, row_at, stop
+from services.data.rows import BadRow, Cells, Row, refuse, refuse_same_ids, row_at, stop
 
 HELD_OUT = 0.1
 """Share of a single file that is held out for evaluation."""
-MapRow = Callable[[dict[str, Any]], Mapping[str, Any] | None]
+MapRow = Callable[[Json], Cells | None]
 """Maps the columns of a row to the columns to read, or to None to leave the row out."""
+# The part of a single file for each split; ids contain the name of the part.
 _PARTS = {"train": "train", "test": "eval", "eval": "eval", "all": "all"}
-"""The part of a single file for each split; ids contain the name of the part."""
 
 
 @dataclass
@@ -92,9 +92,11 @@ class RowLoader(Loader):
 
     _: KW_ONLY
     map: MapRow | None = None
+    finish: Callable[[Prompt, Cells], Prompt] | None = field(default=None, init=False)
+    """Makes of a problem and its row what is loaded in its place."""
 
     @abstractmethod
-    def _prompt(self, row: Mapping[str, Any], default_id: str) -> Prompt | None:
+    def _prompt(self, row: Cells, default_id: str) -> Prompt | None:
         """Returns the problem of a row, or None to leave the row out."""
 
     def _load(self, split: str) -> list[Prompt]:
@@ -125,8 +127,8 @@ class RowLoader(Loader):
                 if columns is None:
                     continue
                 prompt = self._prompt(columns, f"{prefix}-{number}")
-            if prompt is not None:
-                prompts.append(prompt)
+                if prompt is not None:
+                    prompts.append(self.finish(prompt, columns) if self.finish else prompt)
         return prompts
 
 
@@ -167,7 +169,7 @@ def _share(text: str) -> float:
     return int.from_bytes(digest[:8]) / 2**64
 
 
-def _mapped(function: MapRow, row: Mapping[str, Any]) -> Mapping[str, Any] | None:
+def _mapped(function: MapRow, row: Cells) -> Cells | None:
     """Returns the row transformed by the user's function; None to skip it.
 
     Raises ConfigError when the function fails.
@@ -177,9 +179,11 @@ def _mapped(function: MapRow, row: Mapping[str, Any]) -> Mapping[str, Any] | Non
     try:
         changed = function(dict(row))
     except Exception as error:  # the operator's function may raise anything
-        problem = f"the function failed ({type(error).__name__}: {error})"
         raise BadRow(
-            problem, field="data.map", value=name, remedy="correct the function, or the row"
+            f"the function failed ({type(error).__name__}: {error})",
+            field="data.map",
+            value=name,
+            remedy="correct the function, or the row",
         ) from error
     if changed is not None and not isinstance(changed, Mapping):
         refuse(

@@ -2,13 +2,13 @@
 function.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from common.wire.schemas import Prompt
 from services.data.loaders_base import RowLoader
 from services.data.rows import (
+    Cells,
     answer_of,
     further_columns,
     has_form,
@@ -20,8 +20,8 @@ from services.data.rows import (
     text_of,
 )
 
+# Column with the tests of a program: such a row needs no answer.
 _TESTS = "test_cases"
-"""Column with the tests of a program: such a row needs no answer."""
 
 
 @dataclass
@@ -53,7 +53,7 @@ class CustomDatasetLoader(RowLoader):
     task_field: str = ""
     columns: Sequence[str] | None = None
 
-    def _prompt(self, row: Mapping[str, Any], default_id: str) -> Prompt:
+    def _prompt(self, row: Cells, default_id: str) -> Prompt:
         text, answer = self._problem(row)
         if not answer and _TESTS not in row:
             refuse(
@@ -72,7 +72,7 @@ class CustomDatasetLoader(RowLoader):
             columns=further_columns(row, used, self.columns),
         )
 
-    def _problem(self, row: Mapping[str, Any]) -> tuple[str, str]:
+    def _problem(self, row: Cells) -> tuple[str, str]:
         """Returns (problem, ground truth)."""
         if self.messages_field:
             messages = read_chat(row, self.messages_field)

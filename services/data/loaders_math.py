@@ -3,16 +3,15 @@ arXiv:2103.03874).
 """
 
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
-from typing import Any
 
 from common.errors import ConfigError
 from common.prompts.stated_answers import last_box
 from common.wire.schemas import Prompt
 from services.data.loaders_base import RowLoader
-from services.data.rows import answer_of, further_columns, id_of, refuse, stop, text_of
+from services.data.rows import Cells, answer_of, further_columns, id_of, refuse, stop, text_of
 
 GSM8K_ON_HUB = "openai/gsm8k"
 MATH_ON_HUB = "DigitalLearningGmbH/MATH-lighteval"
@@ -38,7 +37,7 @@ class GSM8KLoader(RowLoader):
     hub_config: str = "main"
     name: str = "gsm8k"
 
-    def _prompt(self, row: Mapping[str, Any], default_id: str) -> Prompt:
+    def _prompt(self, row: Cells, default_id: str) -> Prompt:
         answer = answer_of(row, "answer", "another source")
         if not _NUMBER.fullmatch(answer):
             refuse(
@@ -98,7 +97,7 @@ class MATHLoader(RowLoader):
             )
         return prompts
 
-    def _prompt(self, row: Mapping[str, Any], default_id: str) -> Prompt | None:
+    def _prompt(self, row: Cells, default_id: str) -> Prompt | None:
         level = self._level(row)
         subject = next(
             (row[name] for name in ("subject", "type") if isinstance(row.get(name), str)), None
@@ -118,7 +117,7 @@ class MATHLoader(RowLoader):
             columns=columns | further_columns(row, _MATH_COLUMNS),
         )
 
-    def _level(self, row: Mapping[str, Any]) -> int | None:
+    def _level(self, row: Cells) -> int | None:
         """Returns the level of a row; None if unknown.
 
         Raises ConfigError when it is needed but the column is absent.
@@ -166,7 +165,7 @@ def _plain(subject: str) -> str:
     return " ".join(re.findall("[a-z]+", subject.lower().replace("&", " and ")))
 
 
-def _ground_truth(row: Mapping[str, Any]) -> str:
+def _ground_truth(row: Cells) -> str:
     if row.get("answer") is not None:
         return answer_of(row, "answer", "the column answer")
     solution = text_of(row, "solution", "the column answer, or solution")

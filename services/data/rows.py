@@ -11,16 +11,20 @@ from typing import Any, NoReturn
 
 from pydantic_core import to_jsonable_python
 
+from common import Json
 from common.errors import ConfigError
 from common.prompts.answer_text import answering_part, without_thoughts
 from common.prompts.stated_answers import stated_answer as last_stated_answer
 from common.wire.schemas import Prompt
 
-Row = tuple[str, dict[str, Any]]
+Cells = Mapping[str, Any]
+"""The cells of a row, by the names of their columns."""
+Row = tuple[str, Json]
 """Location of the row, for errors (`train.jsonl, line 3`), and its columns."""
 MAX_TEXT_CHARS = 1_000_000
 MAX_ID_CHARS = 512
 _REPAIR = "repair the row, or remove it"
+# Roles of chats in other formats, and what they are called here.
 _ROLES_ELSEWHERE = {
     "human": "user",
     "gpt": "assistant",
@@ -28,7 +32,6 @@ _ROLES_ELSEWHERE = {
     "bot": "assistant",
     "model": "assistant",
 }
-"""Roles of chats in other formats, and what they are called here."""
 _LETTERS = {"system": "s", "user": "u", "assistant": "a", "tool": "t"}
 _CHAT_AS_TEXT = re.compile(r"""\s*\[\s*\{\s*["'](?:role|content)["'].*\}\s*\]\s*""", re.DOTALL)
 _GROUPED = re.compile(r"[-+]?\$?\d{1,3}(?:[, ]\d{3})+(?:\.\d+)?")
@@ -51,14 +54,16 @@ def refuse(
 
 
 @contextmanager
-def row_at(where: str) -> Iterator[None]:
-    """Says in the errors of a row where it is (`train.jsonl, line 3`)."""
+def row_at(where: str, field: str | None = None) -> Iterator[None]:
+    """Says in the errors of a row where it is (`train.jsonl, line 3`), and names `field` instead of
+    a setting of the data-server.
+    """
     try:
         yield
     except BadRow as error:
         raise ConfigError(
             f"{where}: {error.message}",
-            field=error.field,
+            field=field or error.field,
             value=where if error.value is None else error.value,
             remedy=error.remedy,
         ) from error.__cause__
@@ -78,7 +83,7 @@ def refuse_same_ids(prompts: Iterable[Prompt], field: str) -> None:
         seen.add(prompt.id)
 
 
-def _value(row: Mapping[str, Any], column: str, setting: str) -> Any:
+def _value(row: Cells, column: str, setting: str) -> Any:
     if column not in row:
         refuse(
             f"there is no column {column!r}; there are {', '.join(map(str, row))}",
@@ -87,7 +92,7 @@ def _value(row: Mapping[str, Any], column: str, setting: str) -> Any:
     return row[column]
 
 
-def text_of(row: Mapping[str, Any], column: str, setting: str, limit: int = MAX_TEXT_CHARS) -> str:
+def text_of(row: Cells, column: str, setting: str, limit: int = MAX_TEXT_CHARS) -> str:
     """Returns a column as text, from a text or a number.
 
     `setting` is the setting that names the column, for the remedy when it is missing. Raises BadRow
@@ -121,14 +126,14 @@ def refuse_chat_as_text(text: str, column: str) -> None:
         )
 
 
-def id_of(row: Mapping[str, Any], default: str) -> str:
+def id_of(row: Cells, default: str) -> str:
     """Returns the column `id`, or `default` when it is absent or null."""
     if row.get("id") is None:
         return default
     return text_of(row, "id", "the column id", limit=MAX_ID_CHARS)
 
 
-def answer_of(row: Mapping[str, Any], column: str, setting: str) -> str:
+def answer_of(row: Cells, column: str, setting: str) -> str:
     """Returns the final answer in a column, a text, a number, or a list of one. Raises ConfigError
     as `text_of` does.
     """
@@ -159,9 +164,7 @@ def stated_answer(solution: str) -> str:
     return final_answer(f"#### {answer}") if _GROUPED.fullmatch(answer) else answer
 
 
-def further_columns(
-    row: Mapping[str, Any], used: Iterable[str], only: Iterable[str] | None = None
-) -> dict[str, Any]:
+def further_columns(row: Cells, used: Iterable[str], only: Iterable[str] | None = None) -> Json:
     """Returns the columns that accompany the problem, as JSON values: those in `only`, or all that
     are not `used`.
 
@@ -202,7 +205,7 @@ def _as_json(value: Any, column: str) -> Any:
     return found
 
 
-def read_chat(row: Mapping[str, Any], column: str) -> list[tuple[str, str]]:
+def read_chat(row: Cells, column: str) -> list[tuple[str, str]]:
     """Returns (role, text) for every message of a chat. Raises ConfigError unless it is a non-empty
     chat.
 
@@ -212,7 +215,7 @@ def read_chat(row: Mapping[str, Any], column: str) -> list[tuple[str, str]]:
     return [read_message(message, column) for message in messages_of(row, column)]
 
 
-def messages_of(row: Mapping[str, Any], column: str) -> Sequence[Any]:
+def messages_of(row: Cells, column: str) -> Sequence[Any]:
     """Returns the messages in a column, a list or its JSON text. Raises ConfigError for anything
     else, and for an empty list.
     """

@@ -6,7 +6,8 @@ answer; these loaders keep the whole answer, and with it the calls of tools.
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from pydantic import Field
@@ -16,11 +17,11 @@ from common.process.imports import import_callable
 from common.settings.config import Config
 from common.settings.sections import DataSection
 from common.wire.schemas import Columns, Listed, Prompt
-from services.data import tiny
-from services.data.loaders import Loader, TinyLoader, load_split, loader_of
+from services.data.loaders import Loader, load_split, loader_of
 from services.data.loaders_base import RowLoader
 from services.data.loaders_math import GSM8KLoader, MATHLoader
 from services.data.rows import (
+    Cells,
     further_columns,
     has_form,
     id_of,
@@ -30,8 +31,8 @@ from services.data.rows import (
     text_of,
 )
 
+# The column with the tools of a chat, by the name that chat templates and TRL give it.
 _TOOLS = "tools"
-"""The column with the tools of a chat, by the name that chat templates and TRL give it."""
 Message = Json
 
 
@@ -50,7 +51,7 @@ class Example(Prompt):
 def example(
     id: str,
     chat: list[Message],
-    columns: Mapping[str, Any] | None = None,
+    columns: Cells | None = None,
     tools: Sequence[Json] = (),
     *,
     is_chat: bool = False,
@@ -85,7 +86,7 @@ class WorkedLoader(RowLoader):
         super().__init__(data.source, hub_config=data.hub_config, map=row_map)
         self._data = data
 
-    def _prompt(self, row: Mapping[str, Any], default_id: str) -> Prompt:
+    def _prompt(self, row: Cells, default_id: str) -> Prompt:
         data = self._data
         tools = list[Json]()
         if data.messages_field:
@@ -103,7 +104,7 @@ class WorkedLoader(RowLoader):
         return example(id_of(row, default_id), chat, columns, tools=tools, is_chat=is_chat)
 
 
-def _messages(row: Mapping[str, Any], column: str, role: str, setting: str = "") -> list[Message]:
+def _messages(row: Cells, column: str, role: str, setting: str = "") -> list[Message]:
     """Returns the messages in a column; a text is one message of `role`, if there is one."""
     if role and not isinstance(row.get(column), list | tuple):
         setting += "; of chats, --data.messages_field" if column not in row else ""
@@ -146,7 +147,7 @@ def _call(call: Any, column: str) -> Json:
     return {"type": "function", "function": {"name": name, "arguments": dict(arguments)}}
 
 
-def _tools(row: Mapping[str, Any]) -> list[Json]:
+def _tools(row: Cells) -> list[Json]:
     """Returns the tools of a row, a list of JSON schemas or its JSON text; none without them. Only
     a JSON text keeps a key of a schema that is null.
     """
@@ -198,42 +199,21 @@ def _check(chat: list[Message], column: str) -> None:
         )
 
 
-class _WorkedGSM8K(GSM8KLoader):
-    def _prompt(self, row: Mapping[str, Any], default_id: str) -> Prompt:
-        found = super()._prompt(row, default_id)
-        return answered(found.id, found.prompt, text_of(row, "answer", "another source"))
-
-
-class _WorkedMATH(MATHLoader):
-    def _prompt(self, row: Mapping[str, Any], default_id: str) -> Prompt | None:
-        found = super()._prompt(row, default_id)
-        return found and answered(
-            found.id, found.prompt, text_of(row, "solution", "another source")
-        )
-
-
-class _WorkedTiny(TinyLoader):
-    def _load(self, split: str) -> list[Prompt]:
-        name: tiny.Split = "train" if split == "train" else "test"
-        # The generated problems are endless.
-        pairs = zip(super()._load(split), tiny.problems(name), strict=False)
-        return [
-            answered(prompt.id, problem.question, problem.solution) for prompt, problem in pairs
-        ]
-
-
 def example_loader(data: DataSection) -> Loader:
     """Returns the loader of the examples of `data.source`. Raises ConfigError like
     `loader_of`.
     """
-    plain = loader_of(data)
-    if data.source == "tiny":
-        return _WorkedTiny()
-    if isinstance(plain, GSM8KLoader):
-        return _WorkedGSM8K()
-    if isinstance(plain, MATHLoader):
-        return _WorkedMATH(**{each.name: getattr(plain, each.name) for each in fields(plain)})
+    loader = loader_of(data)
+    if isinstance(loader, GSM8KLoader | MATHLoader):
+        solution = "solution" if isinstance(loader, MATHLoader) else "answer"
+        loader.finish = partial(_worked, solution)
+        return loader
     return WorkedLoader(data)
+
+
+def _worked(solution: str, problem: Prompt, row: Cells) -> Example:
+    """Returns the example for a problem whose worked solution is in the column `solution`."""
+    return answered(problem.id, problem.prompt, text_of(row, solution, "another source"))
 
 
 @dataclass(frozen=True)

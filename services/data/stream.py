@@ -27,10 +27,10 @@ from services.http.sqlite_store import TABLES, Damaged, SqliteStore, sealed, uns
 
 _SHUFFLED = "shuffled"
 _ORDERED = "ordered"
+# In the place of a stream: an answer to `POST /seek`.
 _SEEK = "seek"
-"""In the place of a stream: an answer to `POST /seek`."""
+# The calls that move a stream share their ids.
 _CALL = "stream"
-"""The calls that move a stream share their ids."""
 _SCHEMA = """
 CREATE TABLE identity (
     seed TEXT NOT NULL,

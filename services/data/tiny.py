@@ -20,6 +20,7 @@ SIZES: dict[Split, int] = {"train": 8192, "test": 1024}
 _NAMES = ("Ann", "Ben", "Cara", "Dan", "Eve", "Finn", "Gia", "Hugo")
 _THINGS = ("apples", "books", "coins", "eggs", "pens", "shells")
 _OPERATORS = {"+": operator.add, "-": operator.sub, "*": operator.mul}
+# Wordings of each kind of problem; the kind is evaluated from left to right.
 _WORDINGS = {
     "a+b+c": (
         "{n} has {a} {t}, buys {b} more and finds {c} more. How many {t} now?",
@@ -38,7 +39,6 @@ _WORDINGS = {
         "{n} buys {a} boxes of {b} {t} and finds {c} more. How many {t} in total?",
     ),
 }
-"""Wordings of each kind of problem; the kind is evaluated from left to right."""
 
 
 @dataclass(frozen=True)

@@ -41,10 +41,6 @@ def make_app(engine: Engine) -> FastAPI:
         # a step makes many requests, and every line passes through the agent's pipe
         access_level=logging.DEBUG,
     )
-    add_control(app, engine)
-    add_distributed(app, engine)
-    add_info(app, engine)
-
     generated = {"anyOf": [OBJECT, {"type": "array", "items": OBJECT}]}
 
     @app.post("/generate", **described(GenerateBody, generated))
@@ -59,14 +55,7 @@ def make_app(engine: Engine) -> FastAPI:
             prompts = await asyncio.to_thread(body.prompts, engine.model)
 
         if body.scores_prompts:
-            body.check_scoring()
-            answers = await score(
-                request,
-                engine,
-                prompts,
-                start=body.logprob_start_len,
-                adapter=body.lora_path,
-            )
+            answers = await score(request, engine, body, prompts)
         else:
             jobs = body.jobs(prompts, engine.model)
             await finish(request, engine, jobs)
@@ -74,4 +63,8 @@ def make_app(engine: Engine) -> FastAPI:
             answers = [answer(sequence, engine.model.tokenizer) for sequence in sequences]
         return reply(answers if body.is_batch or len(answers) > 1 else answers[0])
 
+    # Routes are looked up in their order, and /generate is called most.
+    add_control(app, engine)
+    add_distributed(app, engine)
+    add_info(app, engine)
     return app

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
 from fastapi import FastAPI
+from prometheus_client import Counter
 
 from common.wire.schemas import AtMost
 from services.engine.engine import Engine
@@ -184,9 +185,8 @@ def add_info(app: FastAPI, engine: Engine) -> None:
         """
         nonlocal counted_at, counted, rate
         now = time.monotonic()
-        sample = engine.metrics.registry.get_sample_value
-        tokens = sample("rlhf_engine_generated_tokens_total") or 0.0
-        prompt_tokens = sample("rlhf_engine_prefilled_tokens_total") or 0.0
+        tokens = _total(engine.scheduler.generated)
+        prompt_tokens = _total(engine.scheduler.prefilled)
         if now - counted_at >= _RATE_S:
             rate = (tokens - counted) / (now - counted_at)
             counted_at = now
@@ -204,3 +204,9 @@ def add_info(app: FastAPI, engine: Engine) -> None:
             "loads": [load],
             "aggregate": load,
         }
+
+
+def _total(counter: Counter) -> float:
+    """Returns the value of a counter. The registry would collect all metrics to find it."""
+    (metric,) = counter.collect()
+    return metric.samples[0].value

@@ -5,8 +5,9 @@ tokens. A deterministic decoder works in blocks of one shape (`services.engine.b
 """
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from inspect import signature
 from typing import Any
 
@@ -41,6 +42,20 @@ class UnfitModel(ConfigError):
     """The engine cannot run this kind of model, at any start."""
 
     code = "unfit_model"
+
+
+@dataclass(frozen=True)
+class PromptScores:
+    """Log-probabilities, at temperature 1, at the T − 1 tokens of a prompt after the first."""
+
+    logprobs: list[float]
+    """[T − 1], of the prompt's own tokens."""
+    top: list[list[float]]
+    """[T − 1, k], of the likeliest tokens, the likeliest first."""
+    top_tokens: list[list[int]]
+    """[T − 1, k]"""
+    chosen: list[list[float]]
+    """[T − 1, n], of the tokens that were asked for."""
 
 
 class Decoder:
@@ -297,22 +312,32 @@ class Decoder:
         with self.routers.recording():
             yield self.routers
 
-    def score(self, prompts: Sequence[Sequence[int]]) -> list[list[float]]:
-        """Returns the log-probabilities, at temperature 1, of each prompt's tokens after the first.
-
-        Running rows stay.
+    def score(
+        self, prompts: Sequence[Sequence[int]], top: int = 0, chosen: Iterable[int] = ()
+    ) -> list[PromptScores]:
+        """Returns the scores of each prompt, with those of the `top` likeliest tokens and of the
+        tokens `chosen`. Running rows stay.
         """
-        scores = self._scores(self._padded(prompts), None)
-        rows = zip(scores, prompts, strict=True)
-        return [row[: len(prompt) - 1].tolist() for row, prompt in rows]
+        tokens = self._padded(prompts)
+        logs = self._scored(tokens, None)[:, :-1].float().log_softmax(-1)
+        own = logs.gather(2, tokens[:, 1:, None])[..., 0]
+        likeliest = logs.topk(top)
+        wanted = logs[..., list(chosen)]
+        found: list[PromptScores] = []
+        for row, prompt in enumerate(prompts):
+            numbers = (own, likeliest.values, likeliest.indices, wanted)
+            found.append(PromptScores(*(each[row, : len(prompt) - 1].tolist() for each in numbers)))
+        return found
 
     def _scores(self, tokens: Tensor, positions: Tensor | None) -> Tensor:
-        """Returns log-probabilities [rows, T - 1] of `tokens` [rows, T] at `positions`; keeps
-        nothing.
-        """
+        """Returns log-probabilities [rows, T - 1] of `tokens` [rows, T] at `positions`."""
+        return next_logprobs(self._scored(tokens, positions), tokens)
+
+    def _scored(self, tokens: Tensor, positions: Tensor | None) -> Tensor:
+        """Returns the logits [rows, T, V] at `tokens` [rows, T]; keeps nothing."""
         cache = SlotCache(self.config, self.device, self.cache.dtype)
         cache.begin_prefill([tokens.shape[1]], [], [])
-        return next_logprobs(self._logits(tokens, positions, None, cache=cache), tokens)
+        return self._logits(tokens, positions, None, cache=cache)
 
     def _padded(self, prompts: Sequence[Sequence[int]]) -> Tensor:
         padded = np.zeros((len(prompts), max(map(len, prompts))), np.int64)

@@ -26,7 +26,7 @@ from services.engine.scheduler import Scheduler
 
 log = logging.getLogger(__name__)
 _T = TypeVar("_T")
-_IDLE_GATHER_S = (0.005, 0.06)
+_IDLE_GATHER_S = (0.003, 0.06)
 _BUSY_GATHER_S = (0.002, 0.01)
 """Seconds to wait for more requests after one arrived, as (without a new one, in total): when no
 row runs, when some do."""

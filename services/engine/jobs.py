@@ -1,18 +1,18 @@
 """The engine's work: a job is one prompt, its sequences are the requested completions."""
 
 import time
-import uuid
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
+import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 
 from common.clients.rollout import sample_seed
 from common.wire.schemas import AtMost, Int32
 from learning.routing import Experts
-from services.engine.sampling import stream_key
+from services.engine.sampling import stream_keys
 
 MAX_N = 1024
 """Most completions of a prompt."""
@@ -112,8 +112,9 @@ class Sequence:
         """Returns the text without its stop token or stop text."""
         matched = (self.finish or {}).get("matched")
         kept = self.tokens[:-1] if isinstance(matched, int) else self.tokens
+        # An array: transformers looks at every element of a list, which takes longer than decoding.
         text: str = tokenizer.decode(
-            kept, skip_special_tokens=self.job.sampling.skip_special_tokens
+            np.array(kept, np.int64), skip_special_tokens=self.job.sampling.skip_special_tokens
         )
         return text.partition(matched)[0] if isinstance(matched, str) else text
 
@@ -147,7 +148,7 @@ class GenerationJob:
         """Creates the sequences; `default_seed` is for requests without a seed."""
         self.done.set_running_or_notify_cancel()  # from here on only the engine may resolve it
         seed = default_seed if self.sampling.sampling_seed is None else self.sampling.sampling_seed
-        for index in range(self.n):
-            name = self.rid if self.n == 1 else uuid.uuid4().hex
-            key = stream_key(sample_seed(seed, index))
+        keys = stream_keys([sample_seed(seed, index) for index in range(self.n)])
+        for index, key in enumerate(keys):
+            name = self.rid if self.n == 1 else f"{self.rid}-{index}"
             self.sequences.append(Sequence(self, name, key))

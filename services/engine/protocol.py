@@ -3,26 +3,35 @@
 import base64
 import time
 import uuid
+from collections.abc import Iterable
 from typing import Annotated, Any
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, WithJsonSchema
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    NonNegativeInt,
+    ValidationError,
+    WithJsonSchema,
+)
 
 from common.errors import ServiceError
 from common.settings.sections import MAX_KEPT
 from common.wire.codec import MAX_JSON_ITEMS
 from common.wire.schemas import AtMost
+from services.engine.decoder import PromptScores
 from services.engine.jobs import GenerationJob, SamplingParams, Sequence
 from services.engine.model import Model
 
 MAX_PROMPTS = 4096
 """Prompts of one request."""
+MAX_OTHERS = 1024
+"""Other tokens that are scored at every place of a prompt."""
 _NEUTRAL: tuple[Any, ...] = (None, False, 0, "", [], {})
 """Values with which an unsupported field has no effect."""
 _UNSUPPORTED = (
     "stream",
-    "token_ids_logprob",
-    "top_logprobs_num",
     "return_hidden_states",
     "routed_experts_start_len",
     "sampling_logprobs_mode",
@@ -79,6 +88,10 @@ class GenerateBody(BaseModel):
     """Tokenised like `tokenizer(text)`, with special tokens."""
     logprob_start_len: int = -1
     """Position from which the log-probabilities of the prompt are returned; -1: none."""
+    top_logprobs_num: int | None = Field(None, ge=0, le=MAX_OTHERS)
+    """How many of the likeliest tokens are returned beside every token of a prompt."""
+    token_ids_logprob: Annotated[list[NonNegativeInt], AtMost(MAX_OTHERS)] | None = None
+    """Tokens whose log-probabilities are returned beside every token of a prompt."""
     sampling_params: Annotated[
         SamplingParams, AtMost(16), WithJsonSchema(SamplingParams.model_json_schema())
     ] = SamplingParams()
@@ -137,8 +150,16 @@ class GenerateBody(BaseModel):
             _check_prompt(prompt, model)
         return prompts
 
-    def check_scoring(self) -> None:
+    def check_scoring(self, model: Model) -> None:
         """Raises BadRequest when a request for the log-probabilities of prompts asks for more."""
+        for token in self.token_ids_logprob or ():
+            if token >= model.vocab_size:
+                raise BadRequest(
+                    "a token id is not in the vocabulary",
+                    field="token_ids_logprob",
+                    value=token,
+                    remedy=f"send whole numbers from 0 to {model.vocab_size - 1}",
+                )
         generates = self.sampling_params.max_new_tokens != 0 or self.sampling_params.n != 1
         if generates or not self.return_logprob:
             raise BadRequest(
@@ -158,6 +179,13 @@ class GenerateBody(BaseModel):
                 value=0,
                 remedy="ask for at least 1, or, with return_logprob and logprob_start_len, "
                 "for the prompt's log-probabilities",
+            )
+        if self.top_logprobs_num or self.token_ids_logprob:
+            raise BadRequest(
+                "other tokens are scored in prompts only",
+                field="top_logprobs_num" if self.top_logprobs_num else "token_ids_logprob",
+                value=self.top_logprobs_num or self.token_ids_logprob,
+                remedy="score prompt and answer, with logprob_start_len and max_new_tokens 0",
             )
         can_return_kept = 0 < fields.top_k <= MAX_KEPT
         if self.return_sampling_mask and not can_return_kept:
@@ -269,8 +297,7 @@ def answer(sequence: Sequence, tokenizer: Any) -> dict[str, Any]:
         "e2e_latency": time.monotonic() - job.created,
     }
     if job.returns_logprobs:
-        pairs = zip(sequence.logprobs, sequence.tokens, strict=True)
-        meta["output_token_logprobs"] = [[logprob, token, None] for logprob, token in pairs]
+        meta["output_token_logprobs"] = _scored(sequence.logprobs, sequence.tokens)
         meta["output_token_logprobs_length"] = len(sequence.tokens)
         meta["input_token_logprobs"] = []
     if job.returns_kept:
@@ -284,19 +311,33 @@ def answer(sequence: Sequence, tokenizer: Any) -> dict[str, Any]:
 
 
 def score_answer(
-    prompt: list[int], logprobs: list[float], start: int, version: str
+    body: GenerateBody, prompt: list[int], scores: PromptScores, version: str
 ) -> dict[str, Any]:
-    """Returns SGLang's answer for a prompt's log-probabilities from `start` on; as in SGLang, the
-    first is null.
+    """Returns SGLang's answer for a prompt's log-probabilities from `logprob_start_len` on; as in
+    SGLang, the first is null.
     """
-    pairs = zip([None, *logprobs[start:]], prompt[start:], strict=True)
-    meta = {
+    start = body.logprob_start_len
+    meta: dict[str, Any] = {
         "id": uuid.uuid4().hex,
         "finish_reason": {"type": "length", "length": 0},
         "prompt_tokens": len(prompt),
         "completion_tokens": 0,
         "weight_version": version,
-        "input_token_logprobs": [[logprob, token, None] for logprob, token in pairs],
+        "input_token_logprobs": _scored([None, *scores.logprobs[start:]], prompt[start:]),
         "output_token_logprobs": [],
     }
+    if body.top_logprobs_num:
+        likeliest = zip(scores.top[start:], scores.top_tokens[start:], strict=True)
+        meta["input_top_logprobs"] = [None, *(_scored(*place) for place in likeliest)]
+    if body.token_ids_logprob:
+        chosen = scores.chosen[start:]
+        meta["input_token_ids_logprobs"] = [
+            None,
+            *(_scored(place, body.token_ids_logprob) for place in chosen),
+        ]
     return {"text": "", "output_ids": [], "meta_info": meta}
+
+
+def _scored(logprobs: Iterable[float | None], tokens: Iterable[int]) -> list[list[Any]]:
+    """Returns SGLang's triples: log-probability, token and, never here, its text."""
+    return [[logprob, token, None] for logprob, token in zip(logprobs, tokens, strict=True)]

@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from common.errors import InvalidInput, NotReady, ServiceError
 from services.engine.engine import Engine
 from services.engine.jobs import GenerationJob
-from services.engine.protocol import BadRequest, bad_request, score_answer
+from services.engine.protocol import BadRequest, GenerateBody, bad_request, score_answer
 from services.engine.scheduler import Scheduler
 from services.http.app import read_json
 from services.http.disconnect import cancel_on_disconnect
@@ -86,13 +86,15 @@ async def finish(request: Request, engine: Engine, jobs: list[GenerationJob]) ->
 
 
 async def score(
-    request: Request, engine: Engine, prompts: list[list[int]], *, start: int, adapter: str | None
+    request: Request, engine: Engine, body: GenerateBody, prompts: list[list[int]]
 ) -> list[dict[str, Any]]:
     """Returns the answers for the log-probabilities of prompts, computed in parts so that running
     rows continue.
 
-    Raises BadRequest when `start` is beyond the end of a prompt, or ClientGone.
+    Raises BadRequest when they start beyond the end of a prompt, or ClientGone.
     """
+    body.check_scoring(engine.model)
+    start = body.logprob_start_len
     lengths = [len(prompt) for prompt in prompts]
     if min(lengths) <= start:
         raise BadRequest(
@@ -105,8 +107,14 @@ async def score(
     answers: list[dict[str, Any]] = []
     for first in range(0, len(prompts), at_once):
         part = prompts[first : first + at_once]
-        scoring = engine.run(partial(Scheduler.score, prompts=part, adapter=adapter))
-        logprobs, version = await cancel_on_disconnect(request, scoring)
-        for prompt, scores in zip(part, logprobs, strict=True):
-            answers.append(score_answer(prompt, scores, start, version))
+        work = partial(
+            Scheduler.score,
+            prompts=part,
+            adapter=body.lora_path,
+            top=min(body.top_logprobs_num or 0, engine.model.vocab_size),
+            chosen=body.token_ids_logprob or (),
+        )
+        found, version = await cancel_on_disconnect(request, engine.run(work))
+        for prompt, scores in zip(part, found, strict=True):
+            answers.append(score_answer(body, prompt, scores, version))
     return answers

@@ -2,6 +2,7 @@
 the batch.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -35,10 +36,12 @@ class Inputs:
     """Some row returns the experts of its tokens."""
 
 
-def stream_key(seed: int) -> int:
-    """Returns the 64-bit key of a row's random numbers as a signed integer for torch.int64."""
-    key = int(_mix(np.array([seed & _MASK], np.uint64))[0])
-    return key - (1 << 64) if key >> 63 else key
+def stream_keys(seeds: Sequence[int]) -> list[int]:
+    """Returns the 64-bit key of each row's random numbers, as signed integers."""
+    keys: list[int] = (
+        _mix(np.array([seed & _MASK for seed in seeds], np.uint64)).view(np.int64).tolist()
+    )
+    return keys
 
 
 def uniforms(keys: NDArray[np.int64], counters: NDArray[np.int64]) -> NDArray[np.float64]:

@@ -4,8 +4,7 @@ gives it a thread.
 
 import math
 from collections import deque
-from collections.abc import Callable
-from itertools import chain
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,6 +16,7 @@ from torch import UntypedStorage
 
 from common.errors import ServiceError
 from services.engine.adapters import AdapterRegistry, BadAdapter
+from services.engine.decoder import PromptScores
 from services.engine.jobs import ABORTED, ABORTED_WAITING, GenerationJob, Sequence
 from services.engine.model import Model
 from services.engine.rows import Rows
@@ -110,12 +110,14 @@ class Scheduler:
             batch = self._next_batch()
             if not batch:
                 return
-            prompts = [group[0].so_far for group in batch]
             sequences: list[Sequence] = []
             owners: list[int] = []  # the prompt of each sequence
-            for index, group in enumerate(batch):
+            places: dict[tuple[int, ...], int] = {}  # of prompts: equal ones are computed once
+            for group in batch:
+                place = places.setdefault(tuple(group[0].so_far), len(places))
                 sequences += group
-                owners += [index] * len(group)
+                owners += [place] * len(group)
+            prompts = list(places)
 
             first = len(self.rows)
             routed = any(sequence.job.returns_experts for sequence in sequences)
@@ -127,26 +129,30 @@ class Scheduler:
             self.rows.add(sequences, [len(prompts[owner]) for owner in owners])
             # Until now they waited: an engine that computes a long prompt is not idle.
             self.waiting -= len(sequences)
-            for group in batch:
-                for index, sequence in enumerate(group):
-                    sequence.note_version(self.weight_version, len(sequence.tokens))
-                    sequence.cached_tokens = len(sequence.job.prompt) if index else 0
+            computed: set[int] = set()
+            for sequence, owner in zip(sequences, owners, strict=True):
+                sequence.note_version(self.weight_version, len(sequence.tokens))
+                sequence.cached_tokens = len(sequence.job.prompt) if owner in computed else 0
+                computed.add(owner)
             self._advance(first, self.model.sample(logits, self.rows.inputs(first)))
 
     def _next_batch(self) -> list[list[Sequence]]:
         batch: list[list[Sequence]] = []
+        prompts: set[tuple[int, ...]] = set()
         longest = 0
         free = self.max_running - len(self.rows)
         if not self.rows.sequences:  # nothing that runs depends on what is merged now
             self.adapters.merge(self._queue[0][0].job.adapter)
         while self._queue and len(self._queue[0]) <= free:
             group = self._queue[0]
-            longest = max(longest, len(group[0].so_far))
-            if batch and (len(batch) + 1) * longest > PREFILL_TOKENS:
+            prompt = tuple(group[0].so_far)
+            longest = max(longest, len(prompt))
+            if batch and len({*prompts, prompt}) * longest > PREFILL_TOKENS:
                 break  # prompts are padded to the longest; a single one may exceed the limit
             if group[0].job.adapter != self.adapters.active:
                 break  # all rows share the weights: wait until they are done
             batch.append(self._queue.popleft())
+            prompts.add(prompt)
             free -= len(group)
         return batch
 
@@ -238,10 +244,15 @@ class Scheduler:
         return removed
 
     def score(
-        self, prompts: list[list[int]], adapter: str | None = None
-    ) -> tuple[list[list[float]], str]:
-        """Returns the log-probabilities of the prompts' tokens (`Decoder.score`) under the weights
-        with this adapter, and their version.
+        self,
+        prompts: list[list[int]],
+        adapter: str | None = None,
+        *,
+        top: int = 0,
+        chosen: Iterable[int] = (),
+    ) -> tuple[list[PromptScores], str]:
+        """Returns the scores of the prompts (`Decoder.score`) under the weights with this adapter,
+        and their version.
 
         Raises RequestRefused while memory is released, BadAdapter for an adapter that is not
         loaded, LogitsNotFinite for a broken model.
@@ -249,10 +260,10 @@ class Scheduler:
         self._refuse_without_memory()
         self._refuse_unknown(adapter)
         with self.adapters.only(adapter):
-            logprobs = self.model.score(prompts)
-        if not all(map(math.isfinite, chain.from_iterable(logprobs))):
+            found = self.model.score(prompts, top, chosen)
+        if not all(math.isfinite(logprob) for scores in found for logprob in scores.logprobs):
             raise _not_finite(self.weight_version)
-        return logprobs, self.weight_version
+        return found, self.weight_version
 
     def pause(self) -> None:
         """Stops generating and queues running sequences again."""

@@ -11,7 +11,7 @@ from functools import wraps
 from typing import Any
 
 import orjson
-from fastapi import FastAPI, Request, Response
+from fastapi import Request, Response
 from fastapi.responses import JSONResponse
 
 from common import Json
@@ -22,7 +22,7 @@ from services.environment.dialects import DIALECTS, MESSAGES, Dialect, read_call
 from services.environment.outcome import EpisodeFailed, parse_reward
 from services.environment.service import MAX_EPISODES, EpisodeService
 from services.environment.session import Session
-from services.http.app import BareRoute, create_app, read_json
+from services.http.app import Service, create_app, read_json
 from services.http.connections import connection_of
 from services.http.disconnect import ClientGone, cancel_on_disconnect
 from services.http.errors import error_response
@@ -55,7 +55,7 @@ MAX_CALLS = 4096
 
 def create_environment_app(
     service: EpisodeService, max_body_bytes: int = 256 << 20, metrics: Any = None, nodes: int = 1
-) -> FastAPI:
+) -> Service:
     """Creates the app of the environment-server, one of several nodes; the app closes `service`
     when it ends.
     """
@@ -134,7 +134,7 @@ def create_environment_app(
     return app
 
 
-def _session_routes(app: FastAPI, service: EpisodeService) -> None:
+def _session_routes(app: Service, service: EpisodeService) -> None:
     """Adds the routes of a session that do not sample."""
     base = f"{SESSIONS}{{session}}/v1"
 
@@ -160,7 +160,7 @@ def _session_routes(app: FastAPI, service: EpisodeService) -> None:
     _add_call(app, "messages/count_tokens", count_tokens, MESSAGES)
 
 
-def _gateway_route(app: FastAPI, service: EpisodeService, dialect: Dialect) -> None:
+def _gateway_route(app: Service, service: EpisodeService, dialect: Dialect) -> None:
     """Adds the route of one of the session APIs."""
 
     async def call(session: str, request: Request) -> Response:
@@ -207,7 +207,7 @@ def _gateway_route(app: FastAPI, service: EpisodeService, dialect: Dialect) -> N
     _add_call(app, dialect.path, call, dialect)
 
 
-def _add_call(app: FastAPI, path: str, route: _Route, dialect: Dialect) -> None:
+def _add_call(app: Service, path: str, route: _Route, dialect: Dialect) -> None:
     """Adds a call of a session. The message of its errors has field, value and remedy too, since it
     is the only part that client libraries show.
     """
@@ -220,11 +220,9 @@ def _add_call(app: FastAPI, path: str, route: _Route, dialect: Dialect) -> None:
             error.message = str(error)
             return error_response(error, request.scope)
 
-    app.router.add_api_route(
+    app.add_bare_route(
         f"{SESSIONS}{{session}}/v1/{path}",
         answered,
-        methods=["POST"],
-        route_class_override=BareRoute,
         **described(dialect.body, OBJECT, writes=(JSON, EVENTS), fails=(400, 404, 410)),
     )
 

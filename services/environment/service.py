@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import NamedTuple, get_args
 
 from common import Json
-from common.clients.rollout import RolloutClient, completion_from_answer
+from common.clients.rollout import RolloutClient
 from common.errors import (
     ConfigError,
     Conflict,
@@ -205,9 +205,9 @@ class EpisodeService:
         ) -> Completion:
             # The engines look for the stop texts in the text that the session reads.
             stops = {"stop": list(stop), "skip_special_tokens": False} if stop else {}
-            (answer,) = await self._router.answers(
+            (completion,) = await self._router.generate(
                 tokens,
-                lora_path=policy.adapter or None,
+                adapter=(policy.adapter, policy.version) if policy.adapter else None,
                 n=1,
                 max_new_tokens=max_new_tokens,
                 temperature=sampling.temperature,
@@ -215,7 +215,7 @@ class EpisodeService:
                 sampling_seed=seed,
                 parameters=stops,
             )
-            return completion_from_answer(answer, policy.version if policy.adapter else None)
+            return completion
 
         session = Session(
             secrets.token_urlsafe(24),

@@ -4,7 +4,6 @@ their server.
 
 import asyncio
 import contextlib
-import gc
 import inspect
 import logging
 import signal
@@ -19,17 +18,18 @@ from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 from fastapi.routing import APIRoute
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from common import VERSION
 from common.errors import ConfigError, NotReady, ServiceLost
-from common.process import progress, watchdog
+from common.process import garbage, progress, watchdog
 from common.process.logs import event
 from common.process.metrics import Metrics
 from common.process.security import check_certificate, is_loopback, tls, token
 from common.wire import codec
 from services.http.admission import BODIES_AT_ONCE, Admission, CallerAuth, Load
 from services.http.connections import BoundedConnection
-from services.http.errors import add_error_handlers
+from services.http.errors import add_error_handlers, answer_error
 from services.http.going_back import GoingBack
 from services.http.openapi import EVERYWHERE, described, errors
 from services.http.sqlite_store import SqliteStore
@@ -56,6 +56,50 @@ _HEALTH = {
 }
 
 
+class Service(FastAPI):
+    """An app behind the middleware that all services share, which is outside of FastAPI's.
+
+    Bare routes are served right behind it. What FastAPI and Starlette have between there and a
+    handler takes longer than a small handler (`python -m benchmarks.agents calls`).
+    """
+
+    entrance: ASGIApp
+    """The outermost middleware."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self._bare_routes: list[APIRoute] = []
+
+    def add_bare_route(
+        self, path: str, handler: Callable[..., Awaitable[Response]], **options: Any
+    ) -> None:
+        """Adds a POST whose function gets the request and the path parameters as texts, and returns
+        the response: nothing is validated or converted.
+        """
+        route = APIRoute(path, handler, methods=["POST"], **options)
+        self.router.routes.append(route)  # for /openapi.json, and for other methods
+        self._bare_routes.append(route)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self.entrance(scope, receive, send)
+
+    async def serve(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serves what the middleware let in."""
+        if scope["type"] == "http" and scope["method"] == "POST":
+            for route in self._bare_routes:
+                match = route.path_regex.match(scope["path"])
+                if match is not None:
+                    scope |= {"app": self, "route": route}
+                    request = Request(scope, receive)
+                    try:
+                        response = await route.endpoint(request=request, **match.groupdict())
+                    except Exception as error:
+                        response = await answer_error(request, error)
+                    await response(scope, receive, send)
+                    return
+        await super().__call__(scope, receive, send)
+
+
 def create_app(
     name: str,
     *,
@@ -70,7 +114,7 @@ def create_app(
     access_level: int = logging.INFO,
     keyed_path: str = "",
     store: SqliteStore | None = None,
-) -> FastAPI:
+) -> Service:
     """Returns a FastAPI app with the parts that all services share.
 
     Args:
@@ -100,7 +144,7 @@ def create_app(
         async with lifespan() if lifespan else nullcontext():
             yield
 
-    app = FastAPI(
+    app = Service(
         title=name,
         version=VERSION,
         lifespan=run,
@@ -113,11 +157,10 @@ def create_app(
     app.state.draining = False
     app.state.metrics = metrics
     app.state.load = load
-    app.add_middleware(GoingBack, store=store)
-    app.add_middleware(Admission, load=load, max_body_bytes=max_body_bytes, metrics=metrics)
-    # Runs before Admission: a body without a token is not read.
-    app.add_middleware(CallerAuth, open_paths=open_paths, keyed_path=keyed_path)
-    app.add_middleware(RequestTracing, metrics=metrics, level=access_level)
+    admission = Admission(GoingBack(app.serve, store), load, max_body_bytes, metrics)
+    # Before Admission: a body without a token is not read.
+    caller_auth = CallerAuth(admission, open_paths, keyed_path)
+    app.entrance = RequestTracing(caller_auth, metrics, access_level)
     add_error_handlers(app)
 
     def problem() -> str | ServiceLost | None:
@@ -177,21 +220,6 @@ class _JsonRoute(APIRoute):
 
         async def handle(request: Request) -> Response:
             return await handler(_JsonRequest(request.scope, request.receive))
-
-        return handle
-
-
-class BareRoute(APIRoute):
-    """A route whose function gets the request and the path parameters as texts, and returns the
-    response.
-
-    FastAPI's validation and conversion, which take longer than a small handler, are skipped.
-    """
-
-    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        async def handle(request: Request) -> Response:
-            answer: Response = await self.endpoint(request=request, **request.path_params)
-            return answer
 
         return handle
 
@@ -355,21 +383,10 @@ def serve(app: FastAPI, host: str, port: int, settings: str = "") -> None:
     shown = f": {settings}" if settings else ""
     started = event("started")
     log.info("%s %s listens on %s%s", app.title, VERSION, server.url, shown, extra=started)
-    _collect_garbage_less_often()
+    garbage.collect_less_often(garbage.OF_SERVICE)
     uvloop.run(server.serve(sockets=[sock]))
     if not server.started:
         raise _did_not_start(app)
-
-
-def _collect_garbage_less_often() -> None:
-    """Leaves the modules out of collections, and collects after 100,000 new objects, not after 700.
-
-    Requests in progress hold hundreds of objects each. Scans of these and of the modules, none of
-    them garbage, took a third of a server's processor time (`python -m benchmarks.agents calls`).
-    """
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(100_000)
 
 
 def _did_not_start(app: FastAPI) -> NotReady:

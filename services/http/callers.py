@@ -45,12 +45,15 @@ class CallerCheck:
         self._names = {"localhost", socket.gethostname().lower()}
         self._of_group = re.compile(rf"[a-z0-9-]+\.{re.escape(group.lower())}") if group else None
         self._open = open_paths | _PAGES
+        self._is_own = lru_cache(64)(self._is_host_of_service)
 
     def refusal(self, scope: Scope) -> ServiceError | None:
         """Returns why this request is not served, or None."""
         headers = Headers(scope=scope)
         host = headers.get("host", "").lower()
-        if not self._is_own(host, scope) or len(headers.getlist("host")) > 1:
+        # In process: the name that the client was given.
+        server, _ = scope.get("server") or (None, None)
+        if not self._is_own(host, server) or len(headers.getlist("host")) > 1:
             return ForeignCaller(
                 "this host is not a name of this service: a page of another site may have pointed "
                 "it here (DNS rebinding)",
@@ -81,8 +84,8 @@ class CallerCheck:
             remedy=_REMEDY,
         )
 
-    def _is_own(self, host: str, scope: Scope) -> bool:
-        """Whether a Host belongs to this service.
+    def _is_host_of_service(self, host: str, server: str | None) -> bool:
+        """Whether a Host belongs to this service, which is also called `server`.
 
         No page can have an IP address as its name, so any address is fine.
         """
@@ -90,8 +93,7 @@ class CallerCheck:
         name = match[1].removesuffix(".") if match else ""
         if not host or name in self._names or (self._of_group and self._of_group.fullmatch(name)):
             return match is not None  # only old programs, not browsers, send no Host
-        server = scope.get("server")  # in process: the name that the client was given
-        return _is_address(name.strip("[]")) or (server is not None and name == server[0])
+        return _is_address(name.strip("[]")) or name == server
 
 
 def _from_a_page(field: str, value: str) -> ForeignCaller:
@@ -100,7 +102,6 @@ def _from_a_page(field: str, value: str) -> ForeignCaller:
     )
 
 
-@lru_cache(1024)
 def _is_address(name: str) -> bool:
     try:
         return bool(ipaddress.ip_address(name))

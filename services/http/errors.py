@@ -1,6 +1,7 @@
 """Error responses: one shape for errors of services, of the framework and of unexpected crashes."""
 
 import logging
+from collections.abc import Awaitable, Callable
 from urllib.parse import quote
 
 from fastapi import FastAPI, Request
@@ -11,7 +12,6 @@ from starlette.requests import ClientDisconnect
 from starlette.types import Scope
 
 from common.errors import InvalidInput, ServiceError, TooLarge
-from common.process import logs
 from services.http.disconnect import ClientGone
 
 log = logging.getLogger(__name__)
@@ -19,11 +19,14 @@ log = logging.getLogger(__name__)
 
 def add_error_handlers(app: FastAPI) -> None:
     """Registers the handlers that give every error the one shape."""
-    app.add_exception_handler(ServiceError, _on_service_error)
-    app.add_exception_handler(RequestValidationError, _on_validation_error)
-    app.add_exception_handler(HTTPException, _on_http_error)
-    app.add_exception_handler(ClientDisconnect, _on_disconnect)
-    app.add_exception_handler(Exception, _on_crash)
+    for kind, handler in _HANDLERS.items():
+        app.add_exception_handler(kind, handler)
+
+
+async def answer_error(request: Request, error: Exception) -> JSONResponse:
+    """Returns the response to an error, for a handler that FastAPI does not call."""
+    handlers = [handler for kind, handler in _HANDLERS.items() if isinstance(error, kind)]
+    return await handlers[0](request, error)
 
 
 def error_response(error: ServiceError, scope: Scope) -> JSONResponse:
@@ -83,12 +86,18 @@ async def _on_disconnect(request: Request, _: Exception) -> JSONResponse:
 
 
 async def _on_crash(request: Request, error: Exception) -> JSONResponse:
-    identifier = request.scope.get("request_id", "")
-    with logs.request(identifier):
-        log.error("%s %s failed", request.method, quote(request.scope["path"]), exc_info=error)
+    log.error("%s %s failed", request.method, quote(request.scope["path"]), exc_info=error)
     crash = ServiceError(
         f"internal error: {type(error).__name__}", remedy="see the log of this service"
     )
-    response = error_response(crash, request.scope)
-    response.headers[logs.REQUEST_HEADER] = identifier
-    return response
+    return error_response(crash, request.scope)
+
+
+_HANDLERS: dict[type[Exception], Callable[[Request, Exception], Awaitable[JSONResponse]]] = {
+    ServiceError: _on_service_error,
+    RequestValidationError: _on_validation_error,
+    HTTPException: _on_http_error,
+    ClientDisconnect: _on_disconnect,
+    Exception: _on_crash,
+}
+"""By kind of error, the special ones first."""

@@ -18,11 +18,16 @@ Schema = dict[str, Any]
 
 @cache
 def struct_schema(kind: type[msgspec.Struct]) -> Schema:
-    """Returns the schema of a struct of `common.wire.schemas` without references, which OpenAPI
+    """Returns the schema of a struct of `common.wire.schemas`."""
+    content = msgspec.json.schema(kind, schema_hook=lambda _: {"type": "array"})
+    return without_references(content)
+
+
+def without_references(content: Schema) -> Schema:
+    """Returns a schema with its definitions in the place of references to them, which OpenAPI
     resolves elsewhere.
     """
-    content = msgspec.json.schema(kind, schema_hook=lambda _: {"type": "array"})
-    definitions = content["$defs"]
+    definitions = content.get("$defs", {})
 
     def inlined(node: Any) -> Any:
         if isinstance(node, list):
@@ -36,7 +41,7 @@ def struct_schema(kind: type[msgspec.Struct]) -> Schema:
             del node["prefixItems"]
         return {name: inlined(item) for name, item in node.items()}
 
-    return dict(inlined({"$ref": content["$ref"]}))
+    return dict(inlined({name: item for name, item in content.items() if name != "$defs"}))
 
 
 class ErrorDetail(BaseModel):
@@ -93,7 +98,8 @@ def described(
     responses = errors(*fails)
     arguments: dict[str, Any] = {"responses": responses}
     if body is not None:
-        schema = body if isinstance(body, dict) else body.model_json_schema()
+        found = body if isinstance(body, dict) else body.model_json_schema()
+        schema = without_references(found)
         arguments["openapi_extra"] = {
             "requestBody": {"required": True, "content": _content(schema, reads)}
         }

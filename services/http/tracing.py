@@ -26,6 +26,10 @@ _POLLED = frozenset(
 )
 """Routes that probes, agents and dashboards poll every few seconds: logged at DEBUG."""
 _HEADER = logs.REQUEST_HEADER.encode()
+_RUN = logs.RUN_HEADER.encode()
+_ATTEMPT = ATTEMPT.encode()
+_ASKED_ATTEMPT = ASKED_ATTEMPT.encode()
+_IDS = frozenset((_HEADER, _RUN, _ATTEMPT, _ASKED_ATTEMPT))
 _FAILURES = 10
 """Lines per minute for one route and error status. Further lines are logged at DEBUG, so that
 strangers and retrying clients cannot fill the log."""
@@ -56,9 +60,10 @@ class RequestTracing:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        identifier = _given(scope, logs.REQUEST_HEADER) or logs.new_request_id()
-        attempt = _given(scope, ATTEMPT)
-        asked = _given(scope, ASKED_ATTEMPT)
+        sent = _sent_ids(scope)
+        identifier = sent.get(_HEADER) or logs.new_request_id()
+        attempt = sent.get(_ATTEMPT, "")
+        asked = sent.get(_ASKED_ATTEMPT, "")
         status = 500
         start = time.perf_counter()
 
@@ -70,15 +75,13 @@ class RequestTracing:
                 if asked:
                     state = WORKING if asked in self._attempts else LOST
                     message["headers"] += [
-                        (ASKED_ATTEMPT.encode(), state.encode()),
+                        (_ASKED_ATTEMPT, state.encode()),
                         # Those that this service waits for count: the engines of an episode.
                         (PROGRESS.encode(), b"%d" % progress.total(with_others=True)),
                     ]
             await send(message)
 
-        # For the crash handler, which runs outside this middleware.
-        scope["request_id"] = identifier
-        with logs.request(identifier, _given(scope, logs.RUN_HEADER)):
+        with logs.request(identifier, sent.get(_RUN, "")):
             self._attempts.add(attempt)
             try:
                 await self.app(scope, receive, watched)
@@ -118,8 +121,14 @@ class RequestTracing:
         return logging.WARNING if has_failed else logging.INFO
 
 
-def _given(scope: Scope, header: str) -> str:
-    """Returns the id that the client sent, or an empty string when it is missing or unusable."""
-    wanted = header.encode()
-    values = [value.decode("latin-1") for name, value in scope["headers"] if name == wanted]
-    return values[0] if len(values) == 1 and logs.usable_id(values[0]) else ""
+def _sent_ids(scope: Scope) -> dict[bytes, str]:
+    """Returns the ids that the client sent, by header; an empty text for one that is unusable or
+    sent twice.
+    """
+    found: dict[bytes, str] = {}
+    for name, value in scope["headers"]:
+        if name in _IDS:
+            text = value.decode("latin-1")
+            is_usable = name not in found and logs.usable_id(text)
+            found[name] = text if is_usable else ""
+    return found

@@ -144,7 +144,7 @@ class ReplayBuffer:
         long as they are leased to it, and none after that.
         Fresh groups older than `min_version` are evicted. Raises Conflict when the run has ended.
         """
-        self.runs.check(request.run_id)
+        self.runs.check_current(request.run_id)
         if request.count > self.capacity:
             raise InvalidInput(
                 f"the buffer holds at most {self.capacity} completions, so it can never have this "

@@ -63,13 +63,21 @@ class Worker(OneThread):
             if left <= 0:
                 return await self.call(self.buffer.store.end_take, request.request_id)
             expiry = await self.call(self.buffer.next_expiry_s)
-            await self._arrival(seen, left if expiry is None else min(left, expiry + 0.001))
+            wait_s = left if expiry is None else min(left, expiry + 0.001)
+            await self._arrival(seen, request.count, wait_s)
 
-    async def _arrival(self, seen: int, timeout_s: float) -> None:
-        """Waits until groups have arrived since `seen` was read, at most `timeout_s` seconds."""
+    async def _arrival(self, seen: int, count: int, timeout_s: float) -> None:
+        """Waits until groups have arrived since `seen` was read and `count` are fresh, at most
+        `timeout_s` seconds.
+        """
+
+        def may_be_enough() -> bool:
+            fresh, _ = self.buffer.store.committed["fresh"]
+            return self._arrivals != seen and fresh >= count
+
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s), self._arrived:
-                await self._arrived.wait_for(lambda: self._arrivals != seen)
+                await self._arrived.wait_for(may_be_enough)
 
     async def close(self) -> None:
         """Closes the buffer and stops the thread."""

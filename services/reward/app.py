@@ -2,10 +2,10 @@
 
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from typing import Any
 
 from fastapi import FastAPI, Request
 
+from common import Json
 from common.process.metrics import Metrics
 from common.settings.sections import RewardSection
 from common.wire.schemas import (
@@ -80,7 +80,7 @@ def create_reward_app(
         return await cancel_on_disconnect(request, service.check_ground_truths(body.items))
 
     @app.get("/stats")
-    async def stats() -> dict[str, Any]:
+    async def stats() -> Json:
         """Returns the answers scored so far by status, the functions, and the state of the
         workers.
         """

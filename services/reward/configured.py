@@ -3,8 +3,8 @@
 import json
 import subprocess
 from collections.abc import Callable
-from typing import Any
 
+from common import Json
 from common.errors import ConfigError
 from common.models.hub import check_model
 from common.process.topology import assigned_gpus
@@ -31,8 +31,8 @@ _CHECK_S = 300.0
 _MODEL_START_S = 600.0  # without progress: a large model is downloaded first
 _MODEL_CALL_S = 120.0
 _HANDLER = "services.reward.functions.handler"
+# Entries whose functions do not run in the shared workers.
 _ELSEWHERE = (MathReward, CodeReward, JudgeReward, ModelReward)
-"""Entries whose functions do not run in the shared workers."""
 _TEXT_FUNCTIONS = {
     FormatReward: "FormatRewardFunction",
     LengthReward: "LengthPenaltyFunction",
@@ -73,7 +73,7 @@ def configured_hosts(config: RewardSection, on_restart: Callable[[], None]) -> l
     return hosts
 
 
-def _arguments(entry: Reward) -> dict[str, Any]:
+def _arguments(entry: Reward) -> Json:
     """Returns the arguments of an entry's function."""
     return {name: value for name, value in entry if name not in Reward.model_fields}
 
@@ -116,7 +116,7 @@ def _model_host(entry: ModelReward, on_restart: Callable[[], None]) -> Host:
     return ProcessHost(entry.name, pool)
 
 
-def _in_worker(entry: Reward) -> tuple[str, bool, dict[str, Any]]:
+def _in_worker(entry: Reward) -> tuple[str, bool, Json]:
     """Returns the name of a function that runs in the shared workers, whether it gives verdicts,
     and the specification from which a worker makes it. A separate process makes a user's function
     once to check it.

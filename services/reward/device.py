@@ -3,12 +3,12 @@ torch. It is a module of its own because `services.reward.functions` imports `re
 """
 
 from collections.abc import Callable
-from typing import Any
 
+from common import Json
 from common.errors import ConfigError
 
 
-def prepare(_: dict[str, Any]) -> Callable[[], Callable[[str], str]]:
+def prepare(_: Json) -> Callable[[], Callable[[str], str]]:
     """See `WorkerSpec`: the handler returns the name of the device; making it fails if there is no
     usable device.
     """

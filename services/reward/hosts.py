@@ -22,9 +22,11 @@ from common.process.main_thread import in_main_thread, needs_main_thread
 from common.wire.schemas import MAX_BATCH_ITEMS, RewardItem
 from services.reward.fair_slots import FairSlots
 from services.reward.functions.base import (
+    Columns,
     Completions,
     RewardFunction,
     Score,
+    Scores,
     WrongScores,
     own_copy,
     reason_of,
@@ -71,7 +73,7 @@ class Host(ABC):
                 remedy="rename the column",
             )
 
-    async def score(self, items: Sequence[RewardItem]) -> list[Score]:
+    async def score(self, items: Sequence[RewardItem]) -> Scores:
         """Returns the scores of a batch, in order. Cancelling the call frees the workers.
 
         Raises InvalidInput for an item that cannot be scored, Overloaded when too many items wait
@@ -93,19 +95,17 @@ class Host(ABC):
                 remedy="try again later, or raise reward.workers",
             )
 
-    async def _score(self, items: Sequence[RewardItem]) -> list[Score]:
+    async def _score(self, items: Sequence[RewardItem]) -> Scores:
         self._check_room(self.unfinished - len(items), len(items))
         size = self.call_items or CALL_ITEMS
         chunks = [items[i : i + size] for i in range(0, len(items), size)]
         return await self._score_chunks(chunks, batch=object())
 
-    async def _score_chunks(
-        self, chunks: Sequence[Sequence[RewardItem]], batch: object
-    ) -> list[Score]:
+    async def _score_chunks(self, chunks: Sequence[Sequence[RewardItem]], batch: object) -> Scores:
         found = await asyncio.gather(*(self._score_chunk(chunk, batch) for chunk in chunks))
         return list(chain.from_iterable(found))
 
-    async def _score_chunk(self, items: Sequence[RewardItem], batch: object) -> list[Score]:
+    async def _score_chunk(self, items: Sequence[RewardItem], batch: object) -> Scores:
         try:
             scores = await self.call(items, batch)
             progress.moved()
@@ -128,7 +128,7 @@ class Host(ABC):
             log.warning("the reward function %s %s", self.name, failure, extra=facts)
 
     @abstractmethod
-    async def call(self, items: Sequence[RewardItem], batch: object = None) -> list[Score]:
+    async def call(self, items: Sequence[RewardItem], batch: object = None) -> Scores:
         """Calls the function exactly once, when `batch` gets a slot. Raises CallFailed."""
 
 
@@ -159,25 +159,26 @@ class ThreadHost(Host):
         self._needs_main_thread = False
         self.call_items = call_items
 
-    async def call(self, items: Sequence[RewardItem], batch: object = None) -> list[Score]:
+    async def call(self, items: Sequence[RewardItem], batch: object = None) -> Scores:
         """Calls the function in a thread. Raises CallFailed."""
         async with self._slots.slot(batch):
             try:
                 async with asyncio.timeout(self._timeout_s):
                     return await self._scores(*arguments(items))
             except TimeoutError as error:
-                reason = f"no answer within {self._timeout_s} s {error}"
-                raise CallFailed("timeout", reason) from None
+                raise CallFailed(
+                    "timeout", f"no answer within {self._timeout_s} s {error}"
+                ) from None
             except Exception as error:
                 always = isinstance(error, WrongScores)
                 raise CallFailed("error", reason_of(error), always=always) from error
 
-    async def _scores(self, completions: Completions, columns: dict[str, list[Any]]) -> list[Score]:
+    async def _scores(self, completions: Completions, columns: Columns) -> Scores:
         """Calls the function in a new thread, or in the main thread if it sets signal handlers, as
         a limit of time by `signal.alarm` does.
         """
 
-        def scores() -> list[Score]:
+        def scores() -> Scores:
             return self._function.scores(own_copy(completions), **own_copy(columns))
 
         if not self._needs_main_thread:
@@ -212,7 +213,7 @@ class ProcessHost(Host):
         self.pool = pool
         self._index = index
 
-    async def call(self, items: Sequence[RewardItem], batch: object = None) -> list[Score]:
+    async def call(self, items: Sequence[RewardItem], batch: object = None) -> Scores:
         """Calls the function in a worker. Raises CallFailed."""
         completions, columns = arguments(items)
         message = {"function": self._index, "completions": completions, "columns": columns}
@@ -222,11 +223,11 @@ class ProcessHost(Host):
         return [Score(**score) for score in content["scores"]]
 
 
-def arguments(items: Sequence[RewardItem]) -> tuple[Completions, dict[str, list[Any]]]:
+def arguments(items: Sequence[RewardItem]) -> tuple[Completions, Columns]:
     """Returns the arguments of a reward function: chats, and a list for every column of any
     item. A response is a text, or the messages of an episode.
     """
-    columns: dict[str, list[Any]] = {}
+    columns: Columns = {}
     for name in set(chain.from_iterable(item.columns for item in items)):
         columns[name] = [item.columns.get(name) for item in items]
     columns["prompt"] = [item.prompt for item in items]

@@ -14,8 +14,9 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
+from common import Json
 from common.errors import ServiceLost
 from common.process.progress import Progress, Stuck, bounded
 from common.process.security import TOKEN
@@ -60,7 +61,7 @@ class WorkerSpec:
     module: str
     """Module whose `prepare(arguments)` runs once in the forking process; its result creates a
     worker's handler."""
-    arguments: dict[str, Any]
+    arguments: Json
     memory_mb: int | None = None
     """Address space of one worker; None: no limit."""
     answers: int | None = _ANSWERS_PER_WORKER

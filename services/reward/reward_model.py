@@ -13,6 +13,7 @@ from services.reward.functions.base import (
     DetailedRewardFunction,
     Message,
     Score,
+    Scores,
     column,
 )
 
@@ -93,7 +94,7 @@ class RewardModelFunction(DetailedRewardFunction):
         self._batch_size = batch_size
         self._max_tokens = min(max_tokens, positions)
 
-    def scores(self, completions: Completions, **kwargs: Any) -> list[Score]:
+    def scores(self, completions: Completions, **kwargs: Any) -> Scores:
         """Returns the score of each chat, an error for one over the limit. Raises InvalidInput
         without the column `prompt`.
         """

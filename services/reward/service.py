@@ -8,8 +8,9 @@ from collections import Counter
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from itertools import chain
-from typing import Any, Self, get_args
+from typing import Self, get_args
 
+from common import Json
 from common.errors import InvalidInput, ServiceLost
 from common.process.metrics import Metrics
 from common.settings.sections import RewardSection
@@ -117,7 +118,7 @@ class RewardService:
         for pool in self._pools:
             await pool.ready()
 
-    def stats(self) -> dict[str, Any]:
+    def stats(self) -> Json:
         """Returns the answers scored so far by status, the functions, and the state of the
         workers.
         """

@@ -175,7 +175,8 @@ class FirstNodeAgent(Agent):
         """Tells the trainer and the router about a change of state."""
         self._version.set(-1 if self.state.serves is None else self.state.serves.version)
         self._wake_report.set()
-        self._wake_router.set()
+        if self.state.in_traffic != self._registered:
+            self._wake_router.set()
 
     def _loops(self) -> list[Loop]:
         return [self._keep_reporting(self._trainer), self._reconcile(), self._watch_nodes()]
@@ -338,7 +339,8 @@ class FirstNodeAgent(Agent):
                 change = "sends traffic to" if registered else "does not list"
                 log.info("the router %s %s", change, self.url)
             self._registered = registered
-            await wait_event(self._wake_router, _RECONCILE_S if done else 0.2)
+            if self.state.in_traffic == wanted:
+                await wait_event(self._wake_router, _RECONCILE_S if done else 0.2)
 
 
 def _free_port() -> int:

@@ -6,6 +6,7 @@ from typing import Any, Literal, NoReturn
 
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field, StrictStr, ValidationError
 
+from common import Json
 from common.errors import InvalidInput
 from services.sandbox.cases import Case
 from services.sandbox.python_tests import parse_test
@@ -51,7 +52,7 @@ class _Call(_Comparison):
 
     function: str
     args: list[Any] = Field([], validation_alias=AliasChoices("args", "input"))
-    named: dict[str, Any] = Field({}, validation_alias=AliasChoices("kwargs"))
+    named: Json = Field({}, validation_alias=AliasChoices("kwargs"))
     expected: Any = Field(validation_alias=_OUTPUT)
 
 
@@ -150,7 +151,7 @@ def _text(lines: Any) -> str:
     return "\n".join(map(str, lines if isinstance(lines, list) else [lines]))
 
 
-def _read_lines(content: dict[str, Any]) -> dict[str, Any]:
+def _read_lines(content: Json) -> Json:
     """Reads the JSON of LiveCodeBench: the output, and one argument a line of the input. Raises
     ValueError.
     """

@@ -20,13 +20,13 @@ Comparison = Literal["==", "!=", "is", "close", "close or wrapped"]
 """The first three as in a test in Python; `is` for None, True and False: 1 is not True. `close`:
 floats may differ by 1e-6, and any iterable matches a list. `close or wrapped`: the expected value
 may also stand in a list of one, as in APPS and TACO."""
+# Relative and absolute, where a float is expected: programs print six digits by default.
 _TOLERANCE = 1e-6
-"""Relative and absolute, where a float is expected: programs print six digits by default."""
 _NUMBER = re.compile(r"[-+]?(?:\d+(\.\d*)?|\.\d+)(e[-+]?\d+)?", re.IGNORECASE)
 _MAX_NUMBER_CHARS = 40
 _SPACES = re.compile(r"(\s+)")
+# What decoding a value that a program has forged can raise.
 _FORGED = (ValueError, TypeError, LookupError, AttributeError, RecursionError, MemoryError)
-"""What decoding a value that a program has forged can raise."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +114,7 @@ def _close(value: Any, expected: Any) -> bool:
             sorted(value, key=_order), sorted(expected, key=_order)
         )
     if isinstance(expected, dict) and isinstance(value, dict):
-        by_text: dict[str, Any] = {}
+        by_text: Json = {}
         for key, item in value.items():
             by_text[key if isinstance(key, str) else json.dumps(key, default=repr)] = item
         same_keys = len(by_text) == len(value) and by_text.keys() == expected.keys()

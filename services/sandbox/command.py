@@ -12,13 +12,14 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from functools import cache
+from itertools import product, starmap
 from pathlib import Path
 from typing import Any
 
 from common.errors import ConfigError
 
+# Modules for the process inside the sandbox, which cannot read files.
 _MODULES = ("meter", "values")
-"""Modules for the process inside the sandbox, which cannot read files."""
 _MODULES_FOR_TESTS = (
     "library_values", "program", "pytest_names", "suite", "program_names", "remote"
 )  # fmt: skip
@@ -62,21 +63,21 @@ _FORBIDDEN = (
     "quotactl syslog personality settimeofday clock_settime clock_adjtime adjtimex sethostname "
     "setdomainname vhangup iopl ioperm"
 )
+# It takes its flags from memory, which a filter cannot read. If the kernel seems to lack it, the C
+# library uses clone.
 _MISSING = "clone3"
-"""It takes its flags from memory, which a filter cannot read. If the kernel seems to lack it, the C
-library uses clone."""
 _FORBIDDEN_TO_PROGRAMS = (
     # further processes, and memory that no limit of a process counts
     "fork vfork memfd_create "
     # priorities: a program that waits for its turn for ever would look like a busy machine
     "setpriority ioprio_set sched_setscheduler sched_setparam sched_setattr"
 )
+# The program of a bare Python, which makes its modules from text.
 _LOADER = """\
 import sys, types
 for name, source in {sources!r}.items():
     module = sys.modules[name] = types.ModuleType(name)
     exec(compile(source, name, 'exec'), module.__dict__)"""
-"""The program of a bare Python, which makes its modules from text."""
 _INSPECTION = (
     "import json, pkgutil, sys; "
     "names = {module.name for module in pkgutil.iter_modules()}.union(sys.builtin_module_names); "
@@ -85,8 +86,8 @@ _INSPECTION = (
 )
 
 
+# A system call, and the condition on one of its arguments; None: it is denied in any case.
 _Rule = tuple[str, Any]
-"""A system call, and the condition on one of its arguments; None: it is denied in any case."""
 
 
 @dataclass(frozen=True)
@@ -119,12 +120,7 @@ class Variant:
     any case."""
 
 
-VARIANTS = (
-    Variant(proc=True, disable_userns=True),
-    Variant(proc=True, disable_userns=False),
-    Variant(proc=False, disable_userns=True),
-    Variant(proc=False, disable_userns=False),
-)
+VARIANTS = tuple(starmap(Variant, product((True, False), repeat=2)))
 """Best first."""
 
 
@@ -227,10 +223,8 @@ def base_filter(internet: bool = False) -> bytes:
         return seccomp.Arg(argument, seccomp.MASKED_EQ, mask, value)
 
     rules: list[_Rule] = [(name, None) for name in _FORBIDDEN.split()]
-    for bit in range(32):
-        flag = 1 << bit
-        if _CLONE_NEW & flag:
-            rules.append(("clone", equals(0, flag, mask=flag)))
+    flags = [1 << bit for bit in range(32) if _CLONE_NEW >> bit & 1]
+    rules += [("clone", equals(0, flag, mask=flag)) for flag in flags]
     if internet:
         allowed = (_AF_UNIX, socket.AF_INET, socket.AF_INET6)
         denied = [family for family in range(max(allowed)) if family not in allowed]
@@ -262,8 +256,10 @@ def _seccomp() -> Any:
     try:
         import pyseccomp
     except (ImportError, OSError, RuntimeError) as error:
-        remedy = "apt-get install libseccomp2 and pip install 'rlhf-math[services]'"
-        raise unavailable(f"pyseccomp does not work: {error}", remedy) from None
+        raise unavailable(
+            f"pyseccomp does not work: {error}",
+            "apt-get install libseccomp2 and pip install 'rlhf-math[services]'",
+        ) from None
     return pyseccomp
 
 

@@ -47,8 +47,8 @@ _CHUNK = 1 << 16
 _RESULT_FD = 3
 _CHANNEL_IN = 4
 _CHANNEL_OUT = 5
+# Time between two looks at the processes of a case.
 _LOOK_S = 0.05
-"""Time between two looks at the processes of a case."""
 
 
 def _prctl(*arguments: int) -> None:
@@ -142,14 +142,14 @@ class _NoInput(io.TextIOBase):
     readline = __next__ = read  # type: ignore[assignment]
 
 
-def _callee(expression: str, namespace: dict[str, Any]) -> Any:
+def _callee(expression: str, namespace: Json) -> Any:
     """Returns the function that a case names; a method of `Solution` needs no prefix."""
     if expression.isidentifier() and expression not in namespace and "Solution" in namespace:
         return getattr(namespace["Solution"](), expression)
     return eval(expression, namespace)  # noqa: S307
 
 
-def _run_test(job: Json, case: Json) -> dict[str, Any]:
+def _run_test(job: Json, case: Json) -> Json:
     """Runs the test of a case, in a separate process from the program's."""
     code = _read_test(case["index"])
     from services.sandbox.remote import Test
@@ -194,9 +194,7 @@ def _read_test(case_index: int) -> Json:
 # Starting them
 
 
-def _fork(
-    job: Json, case: Json, fds: tuple[int, ...], work: Callable[[Json, Json], dict[str, Any]]
-) -> int:
+def _fork(job: Json, case: Json, fds: tuple[int, ...], work: Callable[[Json, Json], Json]) -> int:
     """Starts a process of a case with `fds` as its descriptors 0, 1, 2, …; it writes what `work`
     returns to 3.
     """
@@ -231,7 +229,7 @@ def _prepare(job: Json, fds: tuple[int, ...]) -> None:
         _forbid_processes(base64.b64decode(job["filter"]))
 
 
-def _report(job: Json, case: Json, work: Callable[[Json, Json], dict[str, Any]]) -> NoReturn:
+def _report(job: Json, case: Json, work: Callable[[Json, Json], Json]) -> NoReturn:
     """Does the work of a case, writes its outcome to the result pipe, and ends the process."""
     # A program may replace them.
     exit_now = os._exit
@@ -343,7 +341,7 @@ def _input_file(content: bytes) -> int:
     return fd
 
 
-def _run_case(job: Json, case: Json, left_s: float) -> tuple[dict[str, Any], float]:
+def _run_case(job: Json, case: Json, left_s: float) -> tuple[Json, float]:
     """Runs one case; returns its result and the time that counts towards all cases, at most its own
     limit.
     """
@@ -394,7 +392,7 @@ def _run_case(job: Json, case: Json, left_s: float) -> tuple[dict[str, Any], flo
     return result, min(meter.read(), limit_s)
 
 
-def _finished(case: Json, wait_status: int, output: bytes, raw_result: bytes) -> dict[str, Any]:
+def _finished(case: Json, wait_status: int, output: bytes, raw_result: bytes) -> Json:
     """Returns the result of a case's process that ended by itself."""
     done = {"status": "done", "output": "", "value": "null"}
     if case["kind"] == "stdin":

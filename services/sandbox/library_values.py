@@ -13,6 +13,8 @@ import importlib
 from collections.abc import Callable
 from typing import Any
 
+# Types whose values arrive as equal values. Nothing that these make from any arguments can hurt the
+# test.
 _TYPES = {
     "builtins": ("range",),
     "collections": ("deque", "Counter", "OrderedDict", "defaultdict"),
@@ -21,10 +23,8 @@ _TYPES = {
     "fractions": ("Fraction",),
     "uuid": ("UUID",),
 }
-"""Types whose values arrive as equal values. Nothing that these make from any arguments can hurt
-the test."""
+# Arrays of booleans, numbers and texts.
 _NUMPY_KINDS = "biufcU"
-"""Arrays of booleans, numbers and texts."""
 
 
 def recipe(value: Any) -> tuple[str, str, list[Any], list[Any]] | None:

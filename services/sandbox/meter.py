@@ -7,8 +7,8 @@ import time
 
 WALL_TIMES = 10
 """Maximum wall time, as a multiple of the time counted by `Meter`."""
+# States of a thread that runs, or that waits for a disk.
 _BUSY = "RD"
-"""States of a thread that runs, or that waits for a disk."""
 
 
 class Meter:

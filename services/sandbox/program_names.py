@@ -19,26 +19,26 @@ from services.sandbox.library_values import make_strict
 
 PROGRAM = "solution"
 """The module by which a test imports the program, whatever it calls it."""
+# Modules from which a test may use what only the program imports.
 _PURE = (
     "bisect", "cmath", "collections", "copy", "datetime", "decimal", "fractions", "functools",
     "heapq", "itertools", "json", "math", "numpy", "operator", "random", "re", "statistics",
     "string", "typing",
 )  # fmt: skip
-"""Modules from which a test may use what only the program imports."""
 _MODULES = {"np": "numpy", "pytest": "pytest", **{name: name for name in _PURE}}
+# Functions with which a test judges a result. A program may define one of these names, but not for
+# a test of something else.
 _JUDGES = {
     "allclose": "numpy", "approx": "pytest", "array_equal": "numpy",
     "assert_allclose": "numpy.testing", "assert_array_equal": "numpy.testing",
     "deepcopy": "copy", "isclose": "math", "raises": "pytest",
 }  # fmt: skip
-"""Functions with which a test judges a result. A program may define one of these names, but not
-for a test of something else."""
 
+# Builtins that a program may define for a test of nothing else. `abs`, `all`, `any`, … judge.
 _TESTED_BUILTINS = frozenset((
     "ascii", "bin", "chr", "divmod", "enumerate", "filter", "format", "hash", "hex", "len", "map",
     "max", "min", "oct", "ord", "pow", "reversed", "round", "sorted", "sum", "zip",
 ))  # fmt: skip
-"""Builtins that a program may define for a test of nothing else. `abs`, `all`, `any`, … judge."""
 _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
 

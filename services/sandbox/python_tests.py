@@ -20,12 +20,13 @@ from services.sandbox.cases import Case, Comparison
 from services.sandbox.command import PACKAGES
 from services.sandbox.program_names import global_names
 
+# Names of functions that may end a test (`self.assertEqual`, `pytest.raises`, `sys.exit`).
 _CHECKS = re.compile(r"assert|raises\Z|fail|_?exit\Z|quit\Z", re.IGNORECASE)
-"""Names of functions that may end a test (`self.assertEqual`, `pytest.raises`, `sys.exit`)."""
+# Decorators of a test that no program can fail.
 _UNCOUNTED = re.compile(r"\b(?:skip|xfail|expectedFailure)\b")
-"""Decorators of a test that no program can fail."""
+# What there is of pytest: the names in `services.sandbox.pytest_names`.
 _PYTEST = ("approx", "fail", "fixture", "main", "mark", "param", "raises")
-"""What there is of pytest: the names in `services.sandbox.pytest_names`."""
+# Names that a test cannot use, as `_used_names` writes them; the problem; the remedy.
 _UNSUPPORTED = (
     (
         r"(?:unittest\.)?mock\.patch|.*\bredirect_std\w+|sys\.std(?:in|out|err) =",
@@ -43,9 +44,8 @@ _UNSUPPORTED = (
         f"of pytest use only {', '.join(_PYTEST)}",
     ),
 )
-"""Names that a test cannot use, as `_used_names` writes them; the problem; the remedy."""
+# Functions of numpy that a test has without an import (`services.sandbox.program_names`).
 _NUMPY_ASSERTS = {"assert_allclose", "assert_array_equal"}
-"""Functions of numpy that a test has without an import (`services.sandbox.program_names`)."""
 _COMPARISONS: dict[type[ast.cmpop], Comparison] = {ast.Eq: "==", ast.NotEq: "!=", ast.Is: "is"}
 _Function = ast.FunctionDef | ast.AsyncFunctionDef
 _Definition = _Function | ast.ClassDef

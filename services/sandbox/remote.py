@@ -35,8 +35,8 @@ from services.sandbox.pytest_names import install
 from services.sandbox.suite import run_suite
 from services.sandbox.values import decoded
 
+# The module of the test, so that what stands behind its main guard runs.
 _TEST = "__main__"
-"""The module of the test, so that what stands behind its main guard runs."""
 
 
 _CHECKED = "__checked__"
@@ -44,8 +44,8 @@ _CAUGHT = "__caught__"
 _SAME = "__same__"
 _TYPE = "__type__"
 _COMPUTING = frozenset(("dict", "len", "list", "max", "min", "reversed", "set", "sorted", "sum"))
+# Attributes of the test's functions that a decorator of the program keeps.
 _NAMING = ("__name__", "__qualname__", "__doc__")
-"""Attributes of the test's functions that a decorator of the program keeps."""
 
 
 class _Checks(ast.NodeTransformer):
@@ -189,10 +189,10 @@ class Test:
     ) -> None:
         self._in = os.fdopen(read_fd, "rb")
         self._out = os.fdopen(write_fd, "wb")
+        # Bytes of one message of the program.
         self._limit = limit
-        """Bytes of one message of the program."""
+        # Ends this process with a status and its reason.
         self._end = end
-        """Ends this process with a status and its reason."""
         self._lock = threading.RLock()
         self._remotes: dict[int, Any] = {}
         self._exceptions: dict[int, Any] = {}
@@ -464,13 +464,13 @@ class Test:
         return self._exceptions[key]
 
 
+# Modules with exceptions that a test may expect. One of `unittest` would skip the test.
 _WITH_EXCEPTIONS = (
     "asyncio.exceptions", "binascii", "builtins", "configparser", "copy", "dataclasses", "decimal",
     "ipaddress", "json.decoder", "queue", "_queue", "re", "statistics", "struct", "zlib",
 )  # fmt: skip
-"""Modules with exceptions that a test may expect. One of `unittest` would skip the test."""
+# Attribute with the text of an exception that the program raised.
 _TEXT = "_text of the program"
-"""Attribute with the text of an exception that the program raised."""
 
 
 def _text_of_error(error: Any) -> str:
@@ -478,8 +478,8 @@ def _text_of_error(error: Any) -> str:
     return Exception.__str__(error) if text is None else str(text)
 
 
+# The plain value of an object that has none.
 _ABSENT: Any = object()
-"""The plain value of an object that has none."""
 
 
 def _overwrite(local: Any, content: Any) -> None:
@@ -492,13 +492,13 @@ def _overwrite(local: Any, content: Any) -> None:
     fill(content)
 
 
+# Methods that change a list, a set, a bytearray, a dictionary or a deque. The program's objects
+# change in its process; all other methods of plain values are computed in this one.
 _CHANGES = frozenset((
     "add", "append", "appendleft", "clear", "difference_update", "discard", "extend", "extendleft",
     "insert", "intersection_update", "move_to_end", "pop", "popitem", "popleft", "remove",
     "reverse", "rotate", "setdefault", "sort", "subtract", "symmetric_difference_update", "update",
 ))  # fmt: skip
-"""Methods that change a list, a set, a bytearray, a dictionary or a deque. The program's objects
-change in its process; all other methods of plain values are computed in this one."""
 
 
 class Remote:

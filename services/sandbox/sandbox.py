@@ -16,6 +16,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from common import Json
 from common.errors import InvalidInput
 from services.sandbox.cases import Case, CaseResult
 from services.sandbox.command import (
@@ -41,12 +42,12 @@ _TRIES = 3
 _START_S = 20.0
 _SLACK_S = 5.0
 _END_S = 10.0
+# Time for all cases of a program, as a multiple of the timeout of one case.
 _TOTAL_TIMEOUTS = 5
-"""Time for all cases of a program, as a multiple of the timeout of one case."""
 _THREADS = 64
 _STDERR_BYTES = 4096
+# User of the first slot when the server runs as root, in a range that no distribution assigns.
 _FIRST_UID = 60_600
-"""User of the first slot when the server runs as root, in a range that no distribution assigns."""
 
 
 class SandboxFault(Exception):
@@ -206,7 +207,7 @@ class Sandbox:
 
         return results + [CaseResult("skipped")] * (len(cases) - len(results))
 
-    def _job(self, source: str, cases: Sequence[Case], total_s: float) -> dict[str, Any]:
+    def _job(self, source: str, cases: Sequence[Case], total_s: float) -> Json:
         """Returns what the sandbox gets to do: no expected value, and no test before its turn."""
         compiled = threads_only_filter() if self.kind == "bubblewrap" else b""
         return {

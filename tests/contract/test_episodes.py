@@ -181,7 +181,7 @@ async def test_contract_a_call_through_the_gateway_continues_an_answer_that_was_
         for _ in range(2):
             answer = await http.post(
                 f"{url}/sessions/{session.id}/v1/chat/completions",
-                json={"model": "policy", "messages": chat, "stop": ["#"], "temperature": 0.1},
+                json={"model": "policy", "messages": chat, "temperature": 0.1},
                 headers={"authorization": f"Bearer {session.id}"},
             )
             (choice,) = answer.raise_for_status().json()["choices"]
@@ -191,9 +191,7 @@ async def test_contract_a_call_through_the_gateway_continues_an_answer_that_was_
         (sequence,) = session.sequences()
     check_logprobs(model, sequence)
     first, second = sequence.turns
-    assert (finishes[0], first.end - first.start) == ("length", 3), (
-        "a program's `stop` has no effect: it is the run's"
-    )
+    assert (finishes[0], first.end - first.start) == ("length", 3)
     between = tokenizer.decode(sequence.token_ids[first.end : second.start])
     assert between == "<|im_end|>\n<|im_start|>user\nGo on.<|im_end|>\n<|im_start|>assistant\n", (
         "the end is the template's"

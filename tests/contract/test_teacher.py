@@ -3,6 +3,7 @@ transformers."""
 
 from pathlib import Path
 
+import httpx
 import numpy as np
 import pytest
 from rich.console import Console
@@ -33,6 +34,33 @@ async def test_contract_a_teacher_is_accepted_and_scores_the_tokens_that_were_sa
         np.testing.assert_allclose(
             found, expected_logprobs(model_dir, None, PROMPT, tokens), rtol=0, atol=1e-4
         )
+
+
+def test_contract_other_tokens_are_scored_beside_those_of_a_prompt(target_url: str) -> None:
+    """What Tinker's samples are made of (`trainer.tinker.sampling`), also behind a router."""
+    body = {
+        "input_ids": [*PROMPT, 30, 31],
+        "sampling_params": {"max_new_tokens": 0},
+        "return_logprob": True,
+        "logprob_start_len": 0,
+        "top_logprobs_num": 3,
+        "token_ids_logprob": [7, 30],
+    }
+    answer = httpx.post(f"{target_url}/generate", json=body, timeout=60).json()
+    meta = (answer[0] if isinstance(answer, list) else answer)["meta_info"]
+    own, likeliest, chosen = (
+        meta[f"input_{name}"] for name in ("token_logprobs", "top_logprobs", "token_ids_logprobs")
+    )
+    assert len(own) == len(likeliest) == len(chosen) == 5
+    assert not likeliest[0]
+    assert not chosen[0]
+    for (logprob, *_), best, named in zip(own[1:], likeliest[1:], chosen[1:], strict=True):
+        numbers = [each for each, *_ in best]
+        assert numbers == sorted(numbers, reverse=True)
+        assert numbers[0] >= logprob - 1e-5
+        assert [token for _, token, *_ in named] == [7, 30]
+    # The token after the prompt is 30.
+    assert chosen[3][1][0] == pytest.approx(own[3][0], abs=1e-4)
 
 
 @pytest.mark.slow

@@ -14,7 +14,7 @@ import pytest
 
 from tests.support.paths import ROOT
 from tests.support.processes.fuzzed_service import SECONDS, Service, served
-from tests.support.services.apps import SERVICES
+from tests.support.services.apps import APPS
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(600 + 2 * SECONDS)]
 EXAMPLES = 12
@@ -81,7 +81,7 @@ def fuzz(service: Service, name: str, seed: int, phases: str, *limits: str) -> N
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", SERVICES)
+@pytest.mark.parametrize("name", APPS)
 def test_generated_requests_harm_no_service(name: str, base_model: Path, tmp_path: Path) -> None:
     with served(name, tmp_path, base_model) as service:
         fuzz(service, name, 0, "examples,coverage,fuzzing", "--max-examples", str(EXAMPLES))

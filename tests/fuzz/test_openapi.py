@@ -11,12 +11,12 @@ from fastapi import FastAPI
 
 from services.http.openapi import EVERYWHERE
 from tests.support.processes.served_app import fuzzed
-from tests.support.services.apps import SERVICES
+from tests.support.services.apps import APPS
 
 pytestmark = pytest.mark.integration
 
 
-@pytest.fixture(scope="module", params=SERVICES)
+@pytest.fixture(scope="module", params=APPS)
 def description(
     request: pytest.FixtureRequest, base_model: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, Any]:
@@ -46,6 +46,8 @@ def test_every_call_is_described(description: dict[str, Any]) -> None:
 
 def test_every_answer_has_a_type(description: dict[str, Any]) -> None:
     for name, call in operations(description):
+        if "204" in call["responses"]:
+            continue
         content = call["responses"]["200"].get("content", {})
         assert content, name
         assert all(item["schema"] for item in content.values()), name

@@ -21,9 +21,10 @@ from common.wire.schemas import AtMost, Wire
 from services.engine import control, distributed, protocol
 from services.http.app import create_app
 from tests.support.environments.own_environments import OPEN_SESSION
-from tests.support.services.apps import SERVICES, make, tiny
+from tests.support.services.apps import APPS, make, tiny
+from trainer.tinker import requests
 
-_BODIES = (control, distributed, protocol)
+_BODIES = (control, distributed, protocol, requests)
 
 
 def kinds() -> list[type[Any]]:
@@ -169,13 +170,18 @@ CALLS = [
     ("engine", "/generate", b'{"input_ids":%s}'),
     ("engine", "/generate", b'{"input_ids":[1],"sampling_params":%s}'),
     ("engine", "/update_weights_from_distributed", b'{"names":[],"dtypes":[],"shapes":%s}'),
+    ("tinker", "/api/v1/create_session", b'{"tags":%s}'),
+    ("tinker", "/api/v1/create_session", b'{"user_metadata":%s}'),
+    ("tinker", "/api/v1/retrieve_futures", b'{"target":{},"retrieved_request_ids":%s}'),
+    ("tinker", "/api/v1/asample", b'{"prompt":{"chunks":%s}}'),
+    ("tinker", "/api/v1/asample", b'{"prompt":{"chunks":[{"tokens":%s}]}}'),
     ("trainer", "/workers/a", b"%s"),
     ("trainer", "/weights/1/verify", b'{"worker":"a","ranks":[%s]}'),
 ]
 
 
 @pytest.mark.integration
-@pytest.mark.parametrize("name", SERVICES)
+@pytest.mark.parametrize("name", APPS)
 async def test_many_items_are_refused_with_a_short_error_while_others_are_answered(
     name: str, base_model: Path, tmp_path: Path
 ) -> None:

@@ -1,31 +1,49 @@
-"""`python -m tests.simulation SEED [COUNT]`: runs seeds and prints the story of the first that breaks
-an invariant.
+"""`python -m tests.simulation SEED [COUNT] [--scene NAME]`: runs seeds. One seed tells its story; of
+many, those that break an invariant are named.
 """
 
+import argparse
 import sys
 import tempfile
 import time
 from collections import Counter
 from pathlib import Path
 
-from tests.simulation.world import simulate
+from tests.simulation.run import SCENES, simulate
 
 
-def main() -> None:
-    """Runs the seeds."""
-    first = int(sys.argv[1])
-    count = int(sys.argv[2]) if len(sys.argv) > 2 else 1
+def main() -> int:
+    """Runs the seeds; the exit status is 1 when one breaks an invariant."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("seed", type=int)
+    parser.add_argument("count", type=int, nargs="?", default=1)
+    parser.add_argument("--scene", choices=list(SCENES), default="groups")
+    arguments = parser.parse_args()
     began = time.process_time()
     faults = Counter[str]()
-    for seed in range(first, first + count):
+    broken: list[int] = []
+    for seed in range(arguments.seed, arguments.seed + arguments.count):
         with tempfile.TemporaryDirectory(dir="/dev/shm") as directory:
-            world = simulate(seed, Path(directory))
-        faults += world.story.faults
-        if count == 1:
-            print("\n".join(world.story.lines))
+            try:
+                story = simulate(seed, Path(directory), arguments.scene).story
+            except BaseException as error:
+                if arguments.count == 1:
+                    raise
+                broken.append(seed)
+                print(f"seed {seed}: {type(error).__name__}: {error}", flush=True)
+                continue
+        faults += story.faults
+        if arguments.count == 1:
+            print("\n".join(story.lines))
+        elif (seed + 1) % 500 == 0:
+            print(f"up to seed {seed}: {time.process_time() - began:.0f} CPU s", flush=True)
     seconds = time.process_time() - began
-    print(f"{count} schedules in {seconds:.1f} CPU seconds; faults {dict(faults)}")
+    print(
+        f"{arguments.scene}: {arguments.count} schedules in {seconds:.1f} CPU seconds, "
+        f"{len(broken)} violations; faults {dict(faults)}"
+    )
+    return bool(broken)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -4,18 +4,13 @@ The models see requests and answers alone. A call that changes everything (`/see
 begins another era of a store; an answer to a request from an earlier era says nothing.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
-import httpx
 import msgspec
-import orjson
 
-Answered = Callable[[httpx.Response], None]
-
-
-class Broken(AssertionError):
-    """A service broke a promise."""
+from common.clients.network import Reply
+from tests.simulation.network import Answered, Broken, Call, Model
 
 
 def expect(holds: bool, text: str) -> None:
@@ -23,13 +18,13 @@ def expect(holds: bool, text: str) -> None:
         raise Broken(text)
 
 
-def _mark(headers: httpx.Headers) -> tuple[str, int]:
+def _mark(headers: Mapping[str, str]) -> tuple[str, int]:
     """Returns the identity of a store, and its changes."""
     identity, _, changes = headers.get("x-store-mark", "").partition("-")
     return identity, int(changes or 0)
 
 
-class Model:
+class StoreModel(Model):
     """The state of a store that its answers imply."""
 
     changes = frozenset[str]()
@@ -44,25 +39,23 @@ class Model:
         self._run = ""
 
     def forget(self) -> None:
-        """Another volume has taken the place of the store."""
         self.__init__()  # type: ignore[misc]
 
-    def asked(self, request: httpx.Request) -> Answered:
+    def asked(self, call: Call) -> Answered:
         """Sees a request; returns what sees its answer, if it is a success."""
         era = self._era
-        run = request.headers.get("x-run-id", "")
-        call = f"{request.method} {request.url.path}"
+        run = call.headers.get("x-run-id", "")
+        name = str(call)
+        seen = _mark(call.headers)
 
-        seen = _mark(request.headers)
-
-        def answered(response: httpx.Response) -> None:
-            store, changes = _mark(response.headers)
+        def answered(reply: Reply) -> None:
+            store, changes = _mark(reply.headers)
             went_back = store == seen[0] and changes < seen[1]
-            expect(not went_back, f"{call} was answered by a store that had gone back")
-            is_late = call in self.changes and run in self._ended
-            expect(not is_late, f"{call} of {run} was accepted after it had ended")
+            expect(not went_back, f"{name} was answered by a store that had gone back")
+            is_late = name in self.changes and run in self._ended
+            expect(not is_late, f"{name} of {run} was accepted after it had ended")
             if era == self._era:
-                self._see(call, request, response)
+                self._see(name, call, reply)
 
         return answered
 
@@ -72,7 +65,7 @@ class Model:
             return lambda _: None
         self._era += 1
 
-        def answered(_: httpx.Response) -> None:
+        def answered(_: Reply) -> None:
             self._era += 1
             self._begun.add(key)
             if run != self._run:
@@ -85,11 +78,11 @@ class Model:
     def _clear(self) -> None:
         """Forgets what an era knew."""
 
-    def _see(self, call: str, request: httpx.Request, response: httpx.Response) -> None:
+    def _see(self, call: str, asked: Call, reply: Reply) -> None:
         """Checks an answer."""
 
 
-class DataModel(Model):
+class DataModel(StoreModel):
     """Within an era each position belongs to one request, which gets the same answer always."""
 
     changes = frozenset({"GET /prompts", "POST /pass_rates"})
@@ -103,17 +96,17 @@ class DataModel(Model):
         self._owners.clear()
         self._answers.clear()
 
-    def asked(self, request: httpx.Request) -> Answered:
-        if request.url.path == "/seek":
-            body = orjson.loads(request.content)
-            return self._begin(body["request_id"], request.headers.get("x-run-id", ""))
-        return super().asked(request)
+    def asked(self, call: Call) -> Answered:
+        if call.path == "/seek":
+            body = call.json()
+            return self._begin(body["request_id"], call.headers.get("x-run-id", ""))
+        return super().asked(call)
 
-    def _see(self, call: str, request: httpx.Request, response: httpx.Response) -> None:
+    def _see(self, call: str, asked: Call, reply: Reply) -> None:
         if call != "GET /prompts":
             return
-        name = request.url.params["request_id"]
-        answer = orjson.loads(response.content)
+        name = asked.params["request_id"]
+        answer = reply.json()
         known = self._answers.setdefault(name, answer)
         expect(known == answer, f"{name} got {answer['position']} after {known['position']}")
         start = answer["position"]
@@ -122,7 +115,7 @@ class DataModel(Model):
             expect(owner == name, f"position {position} was given to {owner} and to {name}")
 
 
-class ReplayModel(Model):
+class ReplayModel(StoreModel):
     """A group is leased to one request, until it is acknowledged, and then never again."""
 
     changes = frozenset(
@@ -141,27 +134,27 @@ class ReplayModel(Model):
         self._answers.clear()
         self._added.clear()
 
-    def asked(self, request: httpx.Request) -> Answered:
-        if request.url.path == "/groups/reset_fresh":
-            run = request.url.params["run_id"]
-            if "from_position" in request.url.params:
+    def asked(self, call: Call) -> Answered:
+        if call.path == "/groups/reset_fresh":
+            run = call.params["run_id"]
+            if "from_position" in call.params:
                 self.consumed.clear()
             return self._begin(run, run)
-        return super().asked(request)
+        return super().asked(call)
 
-    def _see(self, call: str, request: httpx.Request, response: httpx.Response) -> None:
+    def _see(self, call: str, asked: Call, reply: Reply) -> None:
         if call == "POST /groups":
-            groups = msgspec.msgpack.decode(request.content)["groups"]
+            groups = msgspec.msgpack.decode(asked.content)["groups"]
             ids = {group["id"] for group in groups}
             again = len(ids & self._added)
-            added = orjson.loads(response.content)["added"]
+            added = reply.json()["added"]
             expect(added <= len(ids) - again, f"{added} of {ids} were added, {again} a second time")
             self._added |= ids
         elif call == "POST /groups/take":
-            taken = msgspec.msgpack.decode(response.content)["ids"]
-            self._take(orjson.loads(request.content), taken)
+            taken = msgspec.msgpack.decode(reply.content)["ids"]
+            self._take(asked.json(), taken)
         elif call == "POST /groups/ack":
-            self.consumed |= set(orjson.loads(request.content)["ids"])
+            self.consumed |= set(asked.json()["ids"])
 
     def _take(self, asked: dict[str, Any], ids: list[str]) -> None:
         name = asked["request_id"]
@@ -175,18 +168,18 @@ class ReplayModel(Model):
             expect(group not in self.consumed, f"{group} is leased after its acknowledgement")
 
 
-class RewardModel(Model):
+class RewardModel(StoreModel):
     """Every answer gets the reward that its text has, or none and the reason."""
 
     def __init__(self, reward_of: Callable[[str], float]) -> None:
         super().__init__()
         self._reward_of = reward_of
 
-    def _see(self, call: str, request: httpx.Request, response: httpx.Response) -> None:
+    def _see(self, call: str, asked: Call, reply: Reply) -> None:
         if call != "POST /batch_reward":
             return
-        items = orjson.loads(request.content)["items"]
-        results = orjson.loads(response.content)["rewards"]
+        items = asked.json()["items"]
+        results = reply.json()["rewards"]
         expect(len(results) == len(items), f"{len(items)} answers got {len(results)} results")
         for item, result in zip(items, results, strict=True):
             right = self._reward_of(item["response"]) if result["status"] == "ok" else None

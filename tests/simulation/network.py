@@ -5,19 +5,30 @@ import contextlib
 import contextvars
 import random
 from collections import Counter
-from collections.abc import Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
+from unittest.mock import patch
+from urllib.parse import parse_qsl, unquote
 
 import httpx
+import orjson
 from starlette.requests import ClientDisconnect
 
+from common.clients import base
+from common.clients.network import Network, Reply, Sent
+from services.http.delivery import Delivery
 from tests.simulation.disk import Disk
-from tests.simulation.models import Broken, Model
 from tests.simulation.virtual_time import VirtualLoop, process
 
 _T = TypeVar("_T")
 App = Callable[..., Coroutine[Any, Any, None]]
+_WIRES = "network"
+"""The process to which copies of requests belong that are still on their way."""
+
+
+class Broken(AssertionError):
+    """A service broke a promise."""
 
 
 class Story:
@@ -36,6 +47,71 @@ class Story:
         self.say(f"FAULT {kind}: {text}")
 
 
+class Call(NamedTuple):
+    """A request. The names of its headers are in lower case, as all clients send them."""
+
+    method: str
+    host: str
+    path: str
+    query: str
+    headers: Mapping[str, str]
+    content: bytes
+
+    @classmethod
+    def of(cls, method: str, url: str, headers: Mapping[str, str], content: bytes) -> "Call":
+        host, slash, rest = url.partition("://")[2].partition("/")
+        path, _, query = (slash + rest).partition("?")
+        return cls(method, host, path or "/", query, headers, content)
+
+    @property
+    def params(self) -> dict[str, str]:
+        return dict(parse_qsl(self.query))
+
+    def json(self) -> Any:
+        return orjson.loads(self.content)
+
+    def __str__(self) -> str:
+        return f"{self.method} {self.path}"
+
+
+class Connection:
+    """What a server knows of the connection of one request (`services.http.connections`)."""
+
+    def __init__(self) -> None:
+        self.is_lost = False
+        self.when_lost: Callable[[], None] | None = None
+        self._deliveries: list[Delivery] = []
+
+    def deliver(self) -> Delivery:
+        """Follows an answer until its client has taken it, or not."""
+        delivery = Delivery(lambda: None)
+        self._deliveries.append(delivery)
+        return delivery
+
+    def end(self, taken: bool) -> None:
+        """Ends the connection, after its answer was taken or before."""
+        for delivery in self._deliveries:
+            delivery.end(taken)
+        if not taken and not self.is_lost:
+            self.is_lost = True
+            if self.when_lost is not None:
+                self.when_lost()
+
+
+Answered = Callable[[Reply], None]
+
+
+class Model:
+    """Checks the answers of a node. It knows requests and answers alone."""
+
+    def asked(self, call: Call) -> Answered:
+        """Sees a request; returns what sees its answer, if it is a success."""
+        return lambda _: None
+
+    def forget(self) -> None:
+        """Another volume has taken the place of the node's."""
+
+
 class Node:
     """A process with a disk. A crash takes its memory."""
 
@@ -52,86 +128,116 @@ class Node:
         self.name = name
         self.model = model
         self.disk = disk
+        self.lives = 0
         self._make = make
         self._loop = loop
         self._story = story
         self.errors: list[Exception] = []
         """What its handlers raised and no error handler expects; promises that it broke."""
-        self.is_cut_off = False
-        """Whether the network does not reach it."""
         self.app: App | None = None
 
     def start(self) -> None:
+        """Begins a life, if the process is down."""
+        if self.app is not None:
+            return
         try:
-            self.app = self._make(self.disk.path)
+            self.app = self._in_process().run(self._make, self.disk.path)
         except Exception as error:
             self.errors.append(error)
 
-    def run(self, coroutine: Coroutine[Any, Any, _T]) -> "asyncio.Task[_T]":
-        """Runs something in the process, which knows nothing of who asked for it."""
+    def _in_process(self) -> contextvars.Context:
         context = contextvars.Context()
         context.run(process.set, self.name)
-        return self._loop.create_task(coroutine, context=context)
+        return context
+
+    def run(self, coroutine: Coroutine[Any, Any, _T]) -> "asyncio.Task[_T]":
+        """Runs something in the process, which knows nothing of who asked for it."""
+        return self._loop.create_task(coroutine, context=self._in_process())
+
+    def live(self, app: Any) -> "asyncio.Task[None]":
+        """Runs the lifespan of an app as long as the process lives."""
+
+        async def until_its_end() -> None:
+            async with app.router.lifespan_context(app):
+                await asyncio.Event().wait()
+
+        return self.run(until_its_end())
 
     def crash(self, text: str = "") -> None:
         """Ends the process at this moment."""
-        self._story.fault("crash", f"{self.name} {text}")
+        self._story.fault("crash", f"{self.name} {text}".rstrip())
         self.disk.fail()
+        self.end()
+
+    def end(self) -> None:
+        """Ends the process: its tasks still run to their ends, and reach nobody."""
         self.app = None
+        self.lives += 1
         for task in self._loop.tasks_of(self.name):
             task.cancel()
 
-    async def answer(self, request: httpx.Request, size: int | None = None) -> httpx.Response:
+    async def answer(self, call: Call, size: int | None, connection: Connection) -> Reply:
         """Answers a request, of whose body `size` bytes arrive before its connection breaks.
 
         Raises ConnectError while the process is down, ReadError when it ends before it has
-        answered. It goes on with its work when the client has gone.
+        answered.
         """
         if self.app is None:
             raise httpx.ConnectError("refused")
-        answered = self.model.asked(request) if size is None else None
-        task = self.run(serve(self.app, request, size))
-        await asyncio.wait({task})
+        answered = self.model.asked(call) if size is None else None
+        task = self.run(serve(self.app, call, size, connection))
+        try:
+            await asyncio.wait({task})
+        except asyncio.CancelledError:
+            connection.end(taken=False)  # the client has left
+            raise
         if task.cancelled():
             raise httpx.ReadError("the connection was reset")
         error = task.exception()
         if isinstance(error, Exception):
             self.errors.append(error)
-            return httpx.Response(500)
-        response = task.result()
-        if answered is not None and response.is_success:
+            return Reply(500, {})
+        reply = task.result()
+        if answered is not None and reply.is_success:
             try:
-                answered(response)
+                answered(reply)
             except Broken as broken:
                 self.errors.append(broken)
-        return response
+        return reply
+
+    async def ask(self, method: str, path: str) -> Reply:
+        """Asks the process from outside of the simulated network."""
+        return await self.answer(Call.of(method, f"http://it{path}", {}, b""), None, Connection())
 
 
-async def serve(app: App, request: httpx.Request, size: int | None = None) -> httpx.Response:
+async def serve(
+    app: App, call: Call, size: int | None = None, connection: Connection | None = None
+) -> Reply:
     """Calls an app as a server does; with `size` the connection breaks after so many bytes of the
     body.
     """
-    url = request.url
     scope = {
         "type": "http",
         "asgi": {"version": "3.0"},
         "http_version": "1.1",
-        "method": request.method,
-        "headers": [(name.lower(), value) for name, value in request.headers.raw],
-        "scheme": url.scheme,
-        "path": url.path,
-        "raw_path": url.raw_path.split(b"?")[0],
-        "query_string": url.query,
-        "server": (url.host, url.port or 80),
-        "client": ("trainer", 1),
+        "method": call.method,
+        "headers": [(name.encode(), value.encode()) for name, value in call.headers.items()],
+        "scheme": "http",
+        "path": unquote(call.path),
+        "raw_path": call.path.encode(),
+        "query_string": call.query.encode(),
+        "server": (call.host, 80),
+        "client": ("client", 1),
         "root_path": "",
+        "extensions": {"rlhf": {"connection": connection}},
     }
-    body = request.content
-    arriving = [{"type": "http.request", "body": body[:size], "more_body": size is not None}]
+    arriving = [
+        {"type": "http.request", "body": call.content[:size], "more_body": size is not None}
+    ]
     answered = asyncio.Event()
     status = 0
-    headers: list[tuple[bytes, bytes]] = []
-    answer = b""
+    headers: dict[str, str] = {}
+    pieces: list[bytes] = []
 
     async def receive() -> dict[str, Any]:
         if arriving:
@@ -141,18 +247,19 @@ async def serve(app: App, request: httpx.Request, size: int | None = None) -> ht
         return {"type": "http.disconnect"}
 
     async def send(message: dict[str, Any]) -> None:
-        nonlocal status, headers, answer
+        nonlocal status
         if message["type"] == "http.response.start":
             status = message["status"]
-            headers = list(message.get("headers", []))
+            for name, value in message.get("headers", []):
+                headers[name.decode().lower()] = value.decode()
             return
-        answer += message.get("body", b"")
+        pieces.append(message.get("body", b""))
         if not message.get("more_body"):
             answered.set()
 
     with contextlib.suppress(ClientDisconnect):
         await app(scope, receive, send)
-    return httpx.Response(status or 500, headers=headers, content=answer)
+    return Reply(status or 500, headers, b"".join(pieces))
 
 
 class Chance:
@@ -180,63 +287,145 @@ class Chance:
         return self.rng.choice(self.KINDS)
 
 
-class Wire(httpx.AsyncBaseTransport):
-    """The connection of one client to one node."""
+class AnswerLost(httpx.ReadError):
+    """The connection broke while the answer was on it."""
 
-    def __init__(self, node: Node, chance: Chance, story: Story) -> None:
-        self._node = node
-        self._chance = chance
-        self._story = story
-        self.copies: set[asyncio.Task[None]] = set()
-        """Copies of requests that are still on their way."""
-        self.is_cut = False
-        """Whether the client's process has ended, or the network between the two is broken."""
+    def __init__(self, reply: Reply) -> None:
+        super().__init__("lost")
+        self.reply = reply
+
+
+class Net:
+    """The nodes of a run, by the hosts of their URLs, and what is between them."""
+
+    def __init__(self, loop: VirtualLoop, chance: Chance, story: Story) -> None:
+        self.loop = loop
+        self.chance = chance
+        self.story = story
+        self.nodes: dict[str, Node] = {}
+        self.lives = 0
+        """Lives of the process "", which is no node: the trainer's."""
+        self._cuts: list[tuple[str, str]] = []
+        """Pairs of processes that do not reach each other; "*" is every process."""
+
+    def life_of(self, name: str) -> int:
+        """Returns the number of a process's life."""
+        return next((n.lives for n in self.nodes.values() if n.name == name), self.lives)
+
+    def copies(self) -> "list[asyncio.Task[Any]]":
+        """Returns the copies of requests that are still on their way."""
+        return self.loop.tasks_of(_WIRES)
+
+    def cut(self, one: str, other: str, seconds: float) -> None:
+        """Lets two processes not reach each other for a while."""
+        pair = one, other
+        self._cuts.append(pair)
+        self.story.fault("partition", f"{one} and {other}")
+
+        def heal() -> None:
+            self._cuts.remove(pair)
+            self.story.say(f"{one} and {other} reach each other again")
+
+        self.loop.call_later(seconds, heal)
+
+    def is_cut(self, one: str, other: str) -> bool:
+        ends = {one, other, "*"}
+        return any(ends.issuperset(pair) for pair in self._cuts)
+
+    @contextlib.contextmanager
+    def joined(self) -> Iterator[None]:
+        """Inside the block, the clients that are made are those of this network."""
+        with patch.object(base, "Network", lambda: Wire(self)):
+            yield
+
+
+class Wire(Network):
+    """The connections of one client, in the process that makes it."""
+
+    def __init__(self, net: Net) -> None:
+        # Not that of `Network`, which reads certificates.
+        self._net = net
+        self._owner = process.get()
+        self._life = net.life_of(self._owner)
+
+    async def exchange(self, sent: Sent) -> Reply:
+        call = Call.of(sent.method, sent.url, sent.headers, sent.content)
+        return await self._carry(call)
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        headers = dict(request.headers.items())
+        call = Call.of(request.method, str(request.url), headers, request.content)
         try:
             async with asyncio.timeout(request.extensions.get("timeout", {}).get("read")):
-                return await self._carry(request)
+                reply = await self._carry(call)
         except TimeoutError:
             raise httpx.ReadTimeout("no byte") from None
+        except AnswerLost as lost:
+            size = self._net.chance.rng.randrange(len(lost.reply.content) + 1)
+            stream = _CutBody(lost.reply.content[:size])
+            return httpx.Response(lost.reply.status_code, headers=lost.reply.headers, stream=stream)
+        return httpx.Response(reply.status_code, headers=reply.headers, content=reply.content)
 
-    async def _carry(self, request: httpx.Request) -> httpx.Response:
-        if self.is_cut:
+    async def aclose(self) -> None:
+        """Nothing is open."""
+
+    async def _carry(self, call: Call) -> Reply:
+        net = self._net
+        if self._life != net.life_of(self._owner):
             raise httpx.ConnectError("the process has ended")
-        rng = self._chance.rng
-        kind = self._chance.draw()
-        what = f"{request.method} {request.url.path} to {self._node.name}"
+        rng = net.chance.rng
+        kind = net.chance.draw()
+        node = net.nodes[call.host]
         if kind:
-            self._story.fault(kind, what)
+            net.story.fault(kind, f"{call} to {node.name}")
         await asyncio.sleep(rng.uniform(0.0005, 30.0 if kind == "slow" else 0.01))
-        if self._node.is_cut_off:
+        if net.is_cut(self._owner, node.name):
             await asyncio.sleep(1e6)
         if kind == "lost request":
             raise httpx.ReadError("lost")
         if kind == "busy":
-            return httpx.Response(503, headers={"retry-after": "0.1"})
+            return Reply(503, {"retry-after": "0.1"})
         if kind == "repeated":
-            self._later(request, 0.0)
+            self._later(node, call, 0.0)
         if kind == "late copy":
-            self._later(request, rng.uniform(1.0, 120.0))
+            self._later(node, call, rng.uniform(1.0, 120.0))
+        connection = Connection()
         if kind == "cut request":
-            await self._node.answer(request, rng.randrange(len(request.content) + 1))
+            await node.answer(call, rng.randrange(len(call.content) + 1), connection)
             raise httpx.ReadError("the connection broke")
-        response = await self._node.answer(request)
+        reply = await node.answer(call, None, connection)
         if kind == "lost answer":
-            raise httpx.ReadError("lost")
-        if kind == "silent":
-            await asyncio.sleep(1e6)
-        await asyncio.sleep(rng.uniform(0.0005, 0.01))
-        return response
+            connection.end(taken=False)
+            raise AnswerLost(reply)
+        try:
+            if kind == "silent" or net.is_cut(self._owner, node.name):
+                await asyncio.sleep(1e6)
+            await asyncio.sleep(rng.uniform(0.0005, 0.01))
+        except asyncio.CancelledError:
+            connection.end(taken=False)
+            raise
+        connection.end(taken=True)
+        return reply
 
-    def _later(self, request: httpx.Request, delay_s: float) -> None:
+    def _later(self, node: Node, call: Call, delay_s: float) -> None:
         """Delivers a copy of a request whose answer nobody reads."""
 
         async def deliver() -> None:
             await asyncio.sleep(delay_s)
             with contextlib.suppress(httpx.TransportError):
-                await self._node.answer(request)
+                await node.answer(call, None, Connection())
 
-        task = asyncio.ensure_future(deliver())
-        self.copies.add(task)
-        task.add_done_callback(self.copies.discard)
+        context = contextvars.Context()
+        context.run(process.set, _WIRES)
+        self._net.loop.create_task(deliver(), context=context)
+
+
+class _CutBody(httpx.AsyncByteStream):
+    """A body whose connection breaks."""
+
+    def __init__(self, content: bytes) -> None:
+        self._content = content
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        yield self._content
+        raise httpx.ReadError("the connection broke")

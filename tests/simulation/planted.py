@@ -284,7 +284,7 @@ def find(bug: Bug, count: int) -> str:
     imported no module of the product.
     """
     sys.meta_path.insert(0, _Finder(bug))
-    from tests.simulation.world import simulate
+    from tests.simulation.run import simulate
 
     for seed in range(count):
         with tempfile.TemporaryDirectory(dir="/dev/shm") as directory:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.simulation.world import simulate
+from tests.simulation.run import simulate
 from tests.support.paths import ROOT
 
 _PART = 25

@@ -1,21 +1,19 @@
-"""One simulated run: data-server, replay-buffer, engines, graders, and a trainer that crashes and
-resumes.
+"""Simulated runs of a trainer that crashes and resumes, with data-server, replay-buffer, engines and
+graders.
 """
 
 import asyncio
-import logging
 import math
-import random
 import sqlite3
 from collections import Counter
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-import httpx
 import numpy as np
 
 from common.clients.base import Client
@@ -29,11 +27,12 @@ from common.prompts.prompter import Prompter, PromptStyle
 from common.settings.config import Config, load
 from common.wire.schemas import Group, Prompt
 from services.data.app import create_data_app
+from services.data.stream import permutation
 from services.replay.app import create_replay_app
 from services.reward.app import create_reward_app
-from tests.simulation.disk import Disk, watched
-from tests.simulation.models import DataModel, Model, ReplayModel, RewardModel
-from tests.simulation.network import Chance, Node, Story, Wire
+from tests.simulation.models import DataModel, ReplayModel, RewardModel
+from tests.simulation.network import Node
+from tests.simulation.scene import Crash, Scene, Violation, ask_json
 from tests.simulation.stand_ins import (
     FUNCTIONS,
     GRADER_LIMIT_S,
@@ -42,7 +41,7 @@ from tests.simulation.stand_ins import (
     graded_by,
     reward_of,
 )
-from tests.simulation.virtual_time import VirtualLoop, simulated
+from tests.simulation.virtual_time import VirtualLoop
 from tests.support.paths import ROOT
 from trainer.algorithms.batch import Batch, TrainingGroup
 from trainer.policy.scorer import load_tokenizer
@@ -62,22 +61,10 @@ _GROUP_SIZE = 2
 _UPDATE_S = 1.0
 _FAULTS_S = 6.0
 """Faults begin within so many seconds: most runs take no longer."""
-_DOWN_S = 20.0
-"""Longest time for which a process, a disk or a connection is down."""
-_LIMIT_S = 50_000.0
-"""Longest run, in virtual time."""
 _TRIES = 3
 """Failures after which a prompt is skipped."""
 _MAX_FAILURES = 3
 """How often the job group starts the trainer again (`max_restarts_on_errors`)."""
-
-
-class Crash(KeyboardInterrupt):
-    """The trainer's process ends at this moment. Only such an exception leaves an event loop."""
-
-
-class Violation(AssertionError):
-    """An invariant is broken."""
 
 
 @lru_cache
@@ -90,6 +77,33 @@ def _prompts() -> list[Prompt]:
     return [
         Prompt(id=f"p{i}", prompt=f"{i} + 1 =", ground_truth=str(i + 1)) for i in range(PROMPTS)
     ]
+
+
+@lru_cache
+def _config(staleness: int, when_stale: str, *, reuse: float, capacity: int, name: str) -> Config:
+    """Returns the settings of a run; they are read alone."""
+    settings = {
+        "model.name": ROOT / ".cache" / "tiny-base",
+        "state_dir": "/nonexistent",
+        "trainer.batch_size": BATCH,
+        "trainer.max_steps": STEPS,
+        "trainer.max_staleness": staleness,
+        "trainer.when_stale": when_stale,
+        "replay.reuse_ratio": reuse,
+        "replay.capacity": capacity,
+        "reward.functions": FUNCTIONS,
+        "reward.function_timeout_s": GRADER_LIMIT_S,
+        "sampling.group_size": _GROUP_SIZE,
+        "sampling.max_new_tokens": 8,
+        "rollout.engine": "embedded",
+        "rollout.max_context_tokens": 256,
+        "limits.max_failed_groups": 1000,
+        "limits.service_timeout_s": 240,
+    }
+    words = []
+    for field_name, value in settings.items():
+        words += [f"--{field_name}", str(value)]
+    return load(words, {})
 
 
 class Loop:
@@ -128,60 +142,36 @@ class Checkpoint:
     progress: PromptProgress = field(default_factory=PromptProgress)
 
 
-class World:
-    """The simulated run of one seed."""
+class World(Scene):
+    """A run of single completions."""
+
+    environment = ""
 
     def __init__(self, seed: int, directory: Path, loop: VirtualLoop) -> None:
-        self.rng = random.Random(seed)
-        self.loop = loop
-        self.story = Story(loop.time)
-        self._directory = directory
-        self.chance = Chance(self.rng, self.rng.choice((0.0, 0.02, 0.1, 0.3)))
+        super().__init__(seed, directory, loop)
         staleness = self.rng.choice((0, 1, 2))
         self.when_stale = self.rng.choice(("wait", "train", "drop")) if staleness else "wait"
         reuse = self.rng.choice((0.0, 0.0, 0.5))
         self.fresh = BATCH - int(BATCH * reuse)
         """Fresh groups of a step."""
         self.slots = (staleness + 1) * self.fresh
-        settings = {
-            "model.name": ROOT / ".cache" / "tiny-base",
-            "state_dir": directory / "unused",
-            "trainer.batch_size": BATCH,
-            "trainer.max_steps": STEPS,
-            "trainer.max_staleness": staleness,
-            "trainer.when_stale": self.when_stale,
-            "replay.reuse_ratio": reuse,
-            "replay.capacity": self.rng.choice((100_000, (staleness + 1) * BATCH * _GROUP_SIZE)),
-            "reward.functions": FUNCTIONS,
-            "reward.function_timeout_s": GRADER_LIMIT_S,
-            "sampling.group_size": _GROUP_SIZE,
-            "sampling.max_new_tokens": 8,
-            "rollout.engine": "embedded",
-            "rollout.max_context_tokens": 256,
-            "limits.max_failed_groups": 1000,
-            "limits.service_timeout_s": 240,
-        }
-        words = []
-        for name, value in settings.items():
-            words += [f"--{name}", str(value)]
-        self.config: Config = load(words, {})
+        capacity = self.rng.choice((100_000, (staleness + 1) * BATCH * _GROUP_SIZE))
+        self.config = _config(
+            staleness, self.when_stale, reuse=reuse, capacity=capacity, name=self.environment
+        )
         self.engines = Engines(self.rng, asyncio.sleep)
         self.graders = Graders(self.rng)
         self.engines.failing = self.rng.choice((0.0, 0.0, 0.1))
         self._grader_faults = self.rng.choice((0.0, 0.0, 0.1))
-        self.disks: dict[str, Disk] = {}
         self.replay = ReplayModel()
-        self.nodes = {
-            "data-server": self._node("data-server", self._data_app, DataModel()),
-            "replay-buffer": self._node("replay-buffer", self._replay_app, self.replay),
-            "router": self._node("router", self.engines.app, Model()),
-            "reward-server": self._node("reward-server", self._reward_app, RewardModel(reward_of)),
-        }
+        self._data_node = self.node("data-server", self._data_app, model=DataModel())
+        self._replay_node = self.node("replay-buffer", self._replay_app, model=self.replay)
+        self.node("router", self.engines.app)
+        self._reward_node = self.node(
+            "reward-server", self._reward_app, model=RewardModel(reward_of)
+        )
         self.saved = Checkpoint()
-        self._wires: list[Wire] = []
         self.attempts = 0
-        self.is_up = False
-        """Whether the trainer's process runs."""
         self.drops: list[Drops] = []
         """What each attempt dropped."""
         self.lost_data = False
@@ -191,15 +181,9 @@ class World:
         self.trained: list[tuple[int, Group]] = []
         """(step, group) of what was trained on, without what was lost with a crash."""
 
-    def _node(self, name: str, make: Callable[[Path], Any], model: Model) -> Node:
-        self.disks[name] = Disk(self._directory / name, lambda size: self.rng.randrange(size + 1))
-        return Node(
-            name, make, loop=self.loop, disk=self.disks[name], story=self.story, model=model
-        )
-
-    def disk_of(self, path: Path) -> Disk | None:
-        """Returns the disk on which a file is; None for those of earlier lives."""
-        return next((d for d in self.disks.values() if path.is_relative_to(d.path)), None)
+    def stand_ins(self, stack: ExitStack) -> None:
+        super().stand_ins(stack)
+        stack.enter_context(graded_by(self.graders))
 
     def _data_app(self, disk: Path) -> Any:
         config = self.config.model_copy(update={"state_dir": disk})
@@ -210,105 +194,73 @@ class World:
 
     def _reward_app(self, _: Path) -> Any:
         app = create_reward_app(self.config.reward)
-
-        async def live() -> None:
-            async with app.router.lifespan_context(app):
-                await asyncio.Event().wait()
-
-        self.nodes["reward-server"].run(live())
+        self._reward_node.live(app)
         return app
 
     # ------------------------------------------------------------ the run
 
     def run(self) -> None:
         """Runs attempts until one reaches the last step; raises Violation."""
-        for node in self.nodes.values():
+        for node in self.nodes:
             node.start()
-        self.loop.call_later(_LIMIT_S, self._too_long)
-        self._schedule_faults()
-        while True:
+        self.limit()
+        self.schedule(self.faults(), self.rng.choice((0, 1, 1, 2, 4)), _FAULTS_S)
+        progress: PromptProgress | None = None
+        while progress is None:
             self.attempts += 1
-            own = Loop(self.loop)
             self.is_up = True
             try:
-                progress = self._attempt(own)
+                progress = self._attempt(Loop(self.loop))
             except Crash:
-                self.is_up = False
                 self.story.fault("crash", "trainer")
-                self._end_tasks_of_the_trainer()
-                self._forget_lost_steps()
-                self._sleep(self.rng.uniform(1.0, 20.0))
-                continue
+                self._end_attempt()
             except ServiceError as error:
                 # It says why it cannot go on, and the job group starts it again.
                 self.story.say(f"the trainer ends: {error}")
                 self.failures.append(error)
-                self._after_a_failure(error)
-                self._end_tasks_of_the_trainer()
-                self._forget_lost_steps()
-                self._sleep(self.rng.uniform(1.0, 20.0))
-                continue
-            break
+                self._check_failure(error)
+                self._end_attempt()
         self.is_up = False
         self.chance.on = False
-        copies = {task for wire in self._wires for task in wire.copies}
+        copies = self.net.copies()
         if copies:
             self.loop.run_until_complete(asyncio.wait(copies))
         self._check_end(progress)
 
-    def _after_a_failure(self, error: ServiceError) -> None:
-        """Raises Violation for an error that no fault explains."""
+    def _end_attempt(self) -> None:
+        """Ends the trainer's process, and what it did after its checkpoint."""
         self.is_up = False
+        # Their ends run at this moment, and reach nobody.
+        self.net.lives += 1
+        for task in self.loop.tasks_of(""):
+            task.cancel()
+        self.trained = [item for item in self.trained if item[0] <= self.saved.step]
+        self.sleep(self.rng.uniform(1.0, 20.0))
+
+    def _check_failure(self, error: ServiceError) -> None:
+        """Raises Violation for an error that no fault explains."""
         never = error.code == "no_batch" or error.field == "/groups/ack"
         explained = not never and (self.lost_data or self.story.faults["failing disk"])
         if not explained or len(self.failures) > _MAX_FAILURES:
             raise Violation(f"the run ended: {error}") from error
 
-    def _sleep(self, seconds: float) -> None:
-        self.loop.run_until_complete(asyncio.sleep(seconds))
-
-    def _too_long(self) -> None:
-        raise KeyboardInterrupt(f"the run has not ended after {_LIMIT_S:.0f} s")
-
-    def _schedule_faults(self) -> None:
-        kinds: dict[str, Callable[[], None]] = {
-            "crash": self._crash,
+    def faults(self) -> dict[str, Callable[[], None]]:
+        """Returns the faults that may strike."""
+        return {
+            "crash": self.crash,
             "crash in a write": self._crash_in_a_write,
-            "trainer": self._crash_trainer,
-            "trainer again": self._crash_trainer,
-            "partition": self._partition,
+            "trainer": self.crash_trainer,
+            "trainer again": self.crash_trainer,
+            "partition": self.partition,
             "full disk": self._fill_disk,
             "failing disk": self._fail_a_write,
             "set back": self._set_back,
             "emptied": self._empty,
-            "clock": self._move_clock,
+            "clock": self.move_clock,
         }
-        for _ in range(self.rng.choice((0, 1, 1, 2, 4))):
-            kind = self.rng.choice(list(kinds))
-            self.loop.call_later(self.rng.uniform(0.1, _FAULTS_S), self._strike, kinds[kind])
-
-    def _strike(self, fault: Callable[[], None]) -> None:
-        if self.chance.on:  # not while the end is checked
-            fault()
-
-    def _a_node(self) -> Node:
-        return self.nodes[self.rng.choice(list(self.nodes))]
 
     def _a_store(self) -> Node:
-        return self.nodes[self.rng.choice(("data-server", "replay-buffer"))]
-
-    def _crash_trainer(self) -> None:
-        if self.is_up:
-            raise Crash
-
-    def _crash(self) -> None:
-        node = self._a_node()
-        if node.app is not None:
-            self._end(node)
-
-    def _end(self, node: Node, text: str = "") -> None:
-        node.crash(text)
-        self.loop.call_later(self.rng.uniform(0.5, _DOWN_S), node.start)
+        return self.rng.choice((self._data_node, self._replay_node))
 
     def _at_a_write(self, node: Node, action: Callable[[], None]) -> None:
         """Does something before one of the next statements of a node."""
@@ -318,25 +270,13 @@ class World:
             nonlocal left
             left -= 1
             if left == 0 and node.app is not None:
-                self._strike(action)
+                self.strike(action)
 
         node.disk.at_statement = count
 
     def _crash_in_a_write(self) -> None:
         node = self._a_store()
-        self._at_a_write(node, lambda: self._end(node, "in a write"))
-
-    def _partition(self) -> None:
-        """Cuts a node off for a while."""
-        node = self._a_node()
-        node.is_cut_off = True
-        self.story.fault("partition", node.name)
-
-        def heal() -> None:
-            node.is_cut_off = False
-            self.story.say(f"{node.name} is reachable again")
-
-        self.loop.call_later(self.rng.uniform(1.0, _DOWN_S), heal)
+        self._at_a_write(node, lambda: self.end(node, "in a write"))
 
     def _fill_disk(self) -> None:
         """Fills a disk for a while, from one of the next statements on."""
@@ -348,7 +288,7 @@ class World:
         def fill() -> None:
             node.disk.problem = sqlite3.SQLITE_FULL
             self.story.fault("full disk", node.name)
-            self.loop.call_later(self.rng.uniform(1.0, _DOWN_S), free)
+            self.loop.call_later(self.down_s(), free)
 
         self._at_a_write(node, fill)
 
@@ -376,49 +316,29 @@ class World:
 
         def restore() -> None:
             if node.app is not None:
-                self._end(node)
+                self.end(node)
             node.disk.restart_from(copy)
             node.model.forget()
             self.lost_data = True
             self.story.fault("set back", node.name)
 
-        self.loop.call_later(self.rng.uniform(0.5, 10.0), self._strike, restore)
+        self.loop.call_later(self.rng.uniform(0.5, 10.0), self.strike, restore)
 
     def _empty(self) -> None:
         """Gives a store a new, empty volume."""
         node = self._a_store()
         if node.app is None:
             return
-        self._end(node)
+        self.end(node)
         node.disk.restart_empty()
         node.model.forget()
         self.lost_data = True
         self.story.fault("emptied", node.name)
 
-    def _move_clock(self) -> None:
-        self.loop.wall_offset_s += self.rng.uniform(-3600.0, 3600.0)
-        self.story.fault("clock", f"{self.loop.wall_offset_s:.0f} s off")
-
-    def _end_tasks_of_the_trainer(self) -> None:
-        """Cancels every task but those of other processes and of requests that are on their way."""
-        copies = {task for wire in self._wires for task in wire.copies}
-        mine = [task for task in self.loop.tasks_of("") if task not in copies]
-        for task in mine:
-            task.cancel()
-        # Their ends run at this moment, and reach nobody.
-        for wire in self._wires:
-            wire.is_cut = True
-
-    def _forget_lost_steps(self) -> None:
-        """The steps after the checkpoint are lost with the trainer's memory."""
-        self.trained = [item for item in self.trained if item[0] <= self.saved.step]
-
     def _services(self) -> Services:
         def client(kind: type[Client], name: str) -> Any:
             limit = self.config.limits.service_timeout_s
-            wire = Wire(self.nodes[name], self.chance, self.story)
-            self._wires.append(wire)
-            return kind(name, f"http://{name}", transport=wire, deadline_s=limit)
+            return kind(name, f"http://{name}", deadline_s=limit)
 
         return Services(
             data=client(DataClient, "data-server"),
@@ -502,7 +422,7 @@ class World:
 
     def _check_batch(self, groups: list[TrainingGroup], step: int) -> None:
         """Checks a batch against what engines and graders did."""
-        self._check_services()
+        self.check_nodes()
         self._check_drops()
         fresh = [item for item in groups if not item.reused]
         if len(fresh) != self.fresh or len(groups) > BATCH:
@@ -533,11 +453,6 @@ class World:
                 if is_graded and completion.reward != reward_of(completion.text):
                     raise Violation(f"a completion of {dropped.group.id} has the reward of a fault")
 
-    def _check_services(self) -> None:
-        for node in self.nodes.values():
-            if node.errors:
-                raise Violation(f"{node.name}: {node.errors[0]}") from node.errors[0]
-
     def _check_end(self, progress: PromptProgress) -> None:
         """Checks what was trained on, in all, and what the services have at the end."""
         steps = Counter(step for step, _ in self.trained)
@@ -551,7 +466,7 @@ class World:
             expected = self._prompt_at(group.position)
             if group.prompt_id != expected:
                 raise Violation(f"position {group.position} is {group.prompt_id}, not {expected}")
-        self._check_services()
+        self.check_nodes()
         self._check_drops()
         self._check_skipped(set(positions), progress)
         self._check_store()
@@ -573,11 +488,7 @@ class World:
 
     def _check_store(self) -> None:
         """Checks that the replay-buffer's counts add up."""
-        node = self.nodes["replay-buffer"]
-        if node.app is None:
-            node.start()
-        request = httpx.Request("GET", "http://replay-buffer/stats")
-        stats = self.loop.run_until_complete(node.answer(request)).json()
+        stats = ask_json(self, self._replay_node, "/stats")
         stored = stats["fresh"] + stats["leased"] + stats["consumed"]
         if stats["added"] - stats["evicted"] - stats["removed"] - stats["dropped"] != stored:
             raise Violation(f"the counts of the replay-buffer do not add up: {stats}")
@@ -585,8 +496,8 @@ class World:
             return
         if stats["leased"]:
             raise Violation(f"groups are leased at the end: {stats}")
-        request = httpx.Request("GET", "http://replay-buffer/groups?state=consumed&limit=1000")
-        listed = self.loop.run_until_complete(node.answer(request)).json()["groups"]
+        path = "/groups?state=consumed&limit=1000"
+        listed = ask_json(self, self._replay_node, path)["groups"]
         lost = self.replay.consumed - {group["id"] for group in listed}
         if len(lost) > stats["removed"]:
             raise Violation(f"{lost} were acknowledged and are gone")
@@ -595,38 +506,5 @@ class World:
         """Returns the prompt at a position: the order of the data-server, which depends on the seed
         of the run alone.
         """
-        from services.data.stream import permutation
-
         epoch, place = divmod(position, PROMPTS)
         return _prompts()[int(permutation(self.config.seed, epoch, PROMPTS)[place])].id
-
-
-def simulate(seed: int, directory: Path) -> World:
-    """Runs the world of one seed. Raises Violation, or whatever ends the run, with the story in its
-    notes.
-    """
-    disabled = logging.root.manager.disable
-    logging.disable(logging.CRITICAL)
-    try:
-        with simulated(seed) as loop:
-            world = World(seed, directory, loop)
-            try:
-                with watched(world.disk_of), graded_by(world.graders):
-                    world.run()
-            except BaseException as error:
-                error.add_note("\n".join([*world.story.lines, f"seed {seed}"]))
-                raise
-            finally:
-                _end(loop)
-            return world
-    finally:
-        logging.disable(disabled)
-
-
-def _end(loop: VirtualLoop) -> None:
-    """Ends every task that still waits."""
-    tasks = asyncio.all_tasks(loop)
-    for task in tasks:
-        task.cancel()
-    if tasks:
-        loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))

@@ -40,7 +40,7 @@ class TrainingGroup:
     """Whether it was trained on before."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)  # without slots, which would be pickled in Python
 class Row:
     """What every rank knows of one completion: all but its tokens."""
 
@@ -69,7 +69,7 @@ class Row:
     """As in `Completion`."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)  # see `Row`
 class RowTokens:
     """The tokens of one completion of N tokens with its prompt of P tokens.
 

@@ -67,6 +67,7 @@ METHODS = frozenset(_METHODS.split())
 """Methods that TRL's and transformers' trainers call while they train."""
 ATTRIBUTES = frozenset(_ATTRIBUTES.split())
 """What else they keep, besides data, reward functions and the arguments of a config."""
+# What to do instead, by a part of the name.
 _INSTEAD = {
     "log": "a callback's on_log gets what is logged",
     "evaluat": "a callback's on_evaluate gets the numbers",
@@ -81,7 +82,6 @@ _INSTEAD = {
     "environment": "give it to the constructor",
     "engine": "give it to the constructor",
 }
-"""What to do instead, by a part of the name."""
 
 
 def _instead(name: str) -> str:

@@ -30,6 +30,7 @@ from trainer.api.refusals import names_in
 from trainer.api.settings import TrainerConfig
 from trainer.observe.run_dir import append_line, read_lines
 from trainer.run import Listener, Run
+from trainer.trackers.base import Numbers
 
 EVENTS = ("train_begin", "step_begin", "step_end", "log", "evaluate", "save", "train_end")
 
@@ -43,7 +44,7 @@ class Hooks(CallbackHandler):  # type: ignore[misc]  # transformers has no types
         # Not that of the base class, which asks for the callback that decides about checkpoints
         # and evaluations: here the loop does.
         self.callbacks: list[Any] = []
-        self.given: dict[str, Any] = {}
+        self.given: Json = {}
         """Further arguments of every hook."""
 
     def add_callback(self, callback: Any) -> None:
@@ -94,22 +95,18 @@ class Callbacks(Listener):
     # ------------------------------------------------------------ what reward functions log
 
     def log_metric(self, name: str, value: float) -> None:
-        """See `FunctionLog`."""
         with self._lock:
             self._metrics[name].append(float(value))
 
     def log_rows(self, rows: list[Json]) -> None:
-        """See `FunctionLog`."""
         with self._lock:
             self._rows += rows
 
     def words(self, text: str) -> str:
-        """See `Listener`."""
         names = names_in(text, self.args.names())
         return f"{text} ({names})" if names else text
 
-    def measured(self, step: int) -> dict[str, float]:
-        """See `Listener`."""
+    def measured(self, step: int) -> Numbers:
         return self._write_logged(step, {})
 
     def _take_logged(self) -> tuple[dict[str, list[float]], list[Json]]:
@@ -129,7 +126,7 @@ class Callbacks(Listener):
                 self._metrics[name][:0] = values
             self._rows[:0] = rows
 
-    def _write_logged(self, step: int, about: Json) -> dict[str, float]:
+    def _write_logged(self, step: int, about: Json) -> Numbers:
         """Writes the logged rows, with `about`; returns the means of the logged numbers."""
         metrics, rows = self._take_logged()
         for row in rows:
@@ -140,7 +137,6 @@ class Callbacks(Listener):
     # ------------------------------------------------------------ events
 
     def on_event(self, run: Run, event: str, **about: Any) -> None:
-        """See `Listener`."""
         step = run.policy.step
         per_step = run.config.trainer.batch_size
         self.state.global_step = step
@@ -230,7 +226,7 @@ class Callbacks(Listener):
         state.log_history.append({**about, **line})
         self._call("log", logs={**about, **logs})
 
-    def _best_name(self, numbers: dict[str, float]) -> str:
+    def _best_name(self, numbers: Numbers) -> str:
         """Returns the number of an evaluation that `metric_for_best_model` names; by default
         accuracy, or reward if rewards are not verdicts.
         """
@@ -244,7 +240,7 @@ class Callbacks(Listener):
         for earlier in read_lines(self._output_dir / "evaluations.jsonl"):
             self._note_best(_named_evaluation(earlier), earlier["step"])
 
-    def _note_best(self, numbers: dict[str, float], step: int) -> None:
+    def _note_best(self, numbers: Numbers, step: int) -> None:
         """Keeps the best evaluation; the one before training does not count."""
         value = numbers.get(self._best_name(numbers))
         if value is None or step == 0:
@@ -294,7 +290,7 @@ class CheckpointLinks(TrainerCallback):  # type: ignore[misc]  # transformers ha
         link_checkpoint(self._directory, checkpoint)
 
 
-def _named_evaluation(summary: Json) -> dict[str, float]:
+def _named_evaluation(summary: Json) -> Numbers:
     """Returns the numbers of an evaluation by the names that TRL and transformers give them."""
     numbers = {"eval_reward": summary["mean_reward"]}
     for name in ("mean_reward", "accuracy", "standard_error", "pass_at_k"):
@@ -315,7 +311,7 @@ def _with_names_of_trl(record: Json) -> Json:
     return {**record.get("logged", {}), **named, **record}
 
 
-def _call(hook: Any, args: Any, state: Any, control: Any, *, keywords: dict[str, Any]) -> Any:
+def _call(hook: Any, args: Any, state: Any, control: Any, *, keywords: Json) -> Any:
     """Calls a hook with (args, state, control) and the `keywords` that it accepts.
 
     A hook whose first parameter is `state` or `control` gets everything by name.

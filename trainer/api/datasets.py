@@ -5,11 +5,11 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, cast
 
+from common import Json
 from common.errors import ConfigError
 from common.models.hub import check_model
 from common.wire.schemas import Prompt
 from services.data.rows import (
-    BadRow,
     answer_of,
     further_columns,
     id_of,
@@ -17,6 +17,7 @@ from services.data.rows import (
     refuse,
     refuse_chat_as_text,
     refuse_same_ids,
+    row_at,
     text_of,
 )
 from services.reward.functions import RewardFunction, RewardModelFunction
@@ -25,10 +26,10 @@ from services.reward.functions.plain import FunctionLog, PlainFunction, numbered
 _PROMPT_COLUMNS = ("prompt", "question")
 _ANSWER_COLUMNS = ("ground_truth", "answer")
 _ROLES = ("system", "user", "assistant")
+# Arguments of a reward function that are not columns.
 _ARGUMENTS = frozenset(
     ("prompts", "completions", "completion_ids", "trainer_state", "log_metric", "log_extra")
 )
-"""Arguments of a reward function that are not columns."""
 
 
 def as_prompts(dataset: Any, field: str, at_most: int | None = None) -> list[Prompt]:
@@ -63,16 +64,8 @@ def as_prompts(dataset: Any, field: str, at_most: int | None = None) -> list[Pro
     rows = rows if hasattr(rows, "__len__") else islice(rows, at_most)
     prompts: list[Prompt] = []
     for number, item in enumerate(rows):
-        try:
+        with row_at(f"row {number}", field):
             prompts.append(_prompt(item, f"{field}-{number}"))
-        except BadRow as error:
-            # Not the setting of the data-server, which it names.
-            raise ConfigError(
-                f"row {number}: {error.message}",
-                field=field,
-                value=error.value or f"row {number}",
-                remedy=error.remedy,
-            ) from None
     if not prompts:
         raise ConfigError(
             "the data set is empty", field=field, value=[], remedy="give it at least one problem"
@@ -87,19 +80,16 @@ def as_held_out(datasets: Any, field: str) -> list[Prompt]:
     """
     if not isinstance(datasets, Mapping):
         return as_prompts(datasets, field)
-    named = {
-        str(name): as_prompts(dataset, f"{field}[{name!r}]") for name, dataset in datasets.items()
-    }
     found = []
-    for name, prompts in named.items():
-        if not name or "/" in name:
+    for name, dataset in datasets.items():
+        if not str(name) or "/" in str(name):
             raise ConfigError(
                 "this name of a data set cannot start an id",
                 field=field,
                 value=name,
                 remedy="give it a name without a slash",
             )
-        for prompt in prompts:
+        for prompt in as_prompts(dataset, f"{field}[{str(name)!r}]"):
             found.append(prompt.model_copy(update={"id": f"{name}/{prompt.id}"}))
     return found
 
@@ -116,7 +106,7 @@ def _rows(dataset: Any) -> Iterable[Any]:
     return cast("Iterable[Any]", dataset)
 
 
-def _pandas_row(row: Mapping[Any, Any]) -> dict[str, Any]:
+def _pandas_row(row: Mapping[Any, Any]) -> Json:
     """Returns the cells of a row. Arrays become lists, and NaN, pandas' empty cell, becomes
     None.
     """
@@ -173,11 +163,11 @@ def _chat(row: Mapping[Any, Any], column: str) -> list[dict[str, str]]:
     chat = read_chat(row, column)
     roles = [role for role, _ in chat]
     if roles[-1] != "user" or not set(roles) <= set(_ROLES):
-        problem = (
+        refuse(
             f"the chat in column {column!r} has the roles {', '.join(roles)}; "
-            f"they must be {', '.join(_ROLES)}, and the last one must be user"
+            f"they must be {', '.join(_ROLES)}, and the last one must be user",
+            "move the answer into a separate column, or remove it",
         )
-        refuse(problem, "move the answer into a separate column, or remove it")
     return [{"role": role, "content": text} for role, text in chat]
 
 
@@ -206,23 +196,6 @@ def as_rewards(reward_fn: Any, log: FunctionLog | None = None) -> list[RewardFun
         if isinstance(function, PlainFunction | RewardModelFunction):
             function.name = name
     return made
-
-
-def weights_of(
-    rewards: Sequence[RewardFunction], weights: Sequence[float] | None
-) -> dict[str, float]:
-    """Returns the weight of each function by its name, 1 each for None. Raises ConfigError for
-    another number of weights.
-    """
-    weights = [1.0] * len(rewards) if weights is None else weights
-    if len(weights) != len(rewards):
-        raise ConfigError(
-            f"there are {len(rewards)} reward functions",
-            field="reward_weights",
-            value=weights,
-            remedy="give one weight for each reward function",
-        )
-    return {function.name: float(weight) for function, weight in zip(rewards, weights, strict=True)}
 
 
 def _check_reward_model(name: str) -> None:

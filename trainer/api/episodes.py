@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
+from common import Json
 from common.errors import ConfigError, shorten
 from common.settings.sections import RewardSection
 from common.wire.schemas import EpisodeTask, RewardItem
@@ -15,6 +16,7 @@ from services.environment.environments import Environment
 from services.environment.outcome import EpisodeFailed
 from services.reward.functions import RewardFunction
 from services.reward.service import RewardService
+from trainer.api.refusals import with_names
 
 _NAME = "environment.name"
 
@@ -36,7 +38,7 @@ class EpisodeGrader:
     ) -> tuple[float, dict[str, float | None]]:
         """Returns the reward and the score of each function. Raises EpisodeFailed."""
         given = {"environments": environment, "completion_ids": [int(each) for each in token_ids]}
-        content: dict[str, Any] = {
+        content: Json = {
             "prompt": task.prompt,
             "response": messages,
             "ground_truth": task.ground_truth,
@@ -64,10 +66,7 @@ def takes_environments(reward_fn: Any) -> bool:
 class EnvironmentReward(RewardFunction):
     """Placeholder for the rewards that an environment computes itself."""
 
-    @property
-    def name(self) -> str:
-        """See `RewardFunction`."""
-        return "environment"
+    name = "environment"
 
     def __call__(self, completions: Any, **columns: Any) -> list[float]:
         """Called only for the trial answers at the start of a run: an episode has its environment's
@@ -96,20 +95,18 @@ def as_environment(factory: Any, tools: Sequence[Any] | None) -> Environment | N
         with _argument("tools"):
             return Environment.of_functions(tools or (), _path(tools or ()))
     if tools:
-        remedy = "make the tools methods of the environment"
         raise ConfigError(
             "an environment_factory brings its own tools",
             field="tools",
             value=shorten(tools),
-            remedy=remedy,
+            remedy="make the tools methods of the environment",
         )
     if not callable(factory):
-        remedy = "give a class with reset(**columns), or a function that makes one environment"
         raise ConfigError(
             "this cannot make environments",
             field="environment_factory",
             value=shorten(factory),
-            remedy=remedy,
+            remedy="give a class with reset(**columns), or a function that makes one environment",
         )
     kind = factory if inspect.isclass(factory) else type(factory())
     with _argument("environment_factory"):
@@ -122,9 +119,7 @@ def _argument(name: str) -> Iterator[None]:
     try:
         yield
     except ConfigError as error:
-        raise ConfigError(
-            error.message, field=name, value=error.value, remedy=error.remedy
-        ) from None
+        raise with_names(error, {error.field or "": name}) from None
 
 
 def _path(made: Sequence[Any]) -> str:
@@ -133,27 +128,25 @@ def _path(made: Sequence[Any]) -> str:
     return f"python:{getattr(made[0], '__module__', 'given')}:{'_'.join(names)}"
 
 
-def with_environment(environment: Environment | None, settings: dict[str, Any]) -> dict[str, Any]:
+def with_environment(environment: Environment | None, settings: Json) -> Json:
     """Returns settings that record the run's environment. Raises ConfigError for another or a
     missing environment.
     """
     if environment is None:
         for name in settings:
             if name.startswith("environment.") and not settings.get(_NAME):
-                remedy = "leave it out, or give tools or an environment_factory"
                 raise ConfigError(
                     "this trainer has no environment, which this setting needs",
                     field=name,
                     value=settings[name],
-                    remedy=remedy,
+                    remedy="leave it out, or give tools or an environment_factory",
                 )
         return settings
     if settings.get(_NAME, environment.name) != environment.name:
-        remedy = "leave one of them out"
         raise ConfigError(
             "the arguments give another environment",
             field=_NAME,
             value=settings[_NAME],
-            remedy=remedy,
+            remedy="leave one of them out",
         )
     return settings | {_NAME: environment.name}

@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from types import MappingProxyType
@@ -22,8 +22,10 @@ from common.wire.schemas import Prompt
 from learning.device import DeviceKind
 from services.reward.app import create_reward_app
 from services.reward.functions import RewardFunction
-from trainer.api.datasets import as_prompts, as_rewards, weights_of
-from trainer.api.refusals import with_names
+from services.reward.functions.base import check_positive
+from services.reward.functions.composite import weights_of
+from trainer.api.datasets import as_prompts, as_rewards
+from trainer.api.refusals import Given, with_names
 from trainer.evaluation.evaluator import graded_answers
 from trainer.evaluation.generation import Generator, together
 from trainer.evaluation.generators import local_generator, openai_generator, sglang_generator
@@ -32,8 +34,8 @@ from trainer.observe.run_dir import progress_bar
 from trainer.policy.trained_prompts import TrainedPrompts
 
 _log = logging.getLogger(__name__)
+# Settings that an evaluation reads besides those of `sampling`.
 _READ = ("data.prompt_template", "model.chat_template", "model.trust_remote_code")
-"""Settings that an evaluation reads besides those of `sampling`."""
 
 
 class ModelEvaluator:
@@ -82,7 +84,7 @@ class ModelEvaluator:
         model_id: str | None = None,
         api_key: str | None = None,
         progress: bool = True,
-        settings: Mapping[str, Any] = MappingProxyType({}),
+        settings: Given = MappingProxyType({}),
     ) -> None:
         self.model = str(model)
         self._served = self.model.startswith(("http://", "https://"))
@@ -100,11 +102,7 @@ class ModelEvaluator:
                 field="tokenizer",
                 remedy="leave it out",
             )
-        if concurrency < 1:
-            raise ConfigError(
-                "this is not above 0", field="concurrency", value=concurrency, remedy="raise it"
-            )
-
+        check_positive(concurrency=concurrency)
         own = {
             "sampling.system_prompt": system_prompt,
             "sampling.max_new_tokens": max_new_tokens,
@@ -154,11 +152,10 @@ class ModelEvaluator:
         Raises ConfigError for an empty data set or a model that does not load, Unreachable when a
         server does not respond, and another ServiceError when any answer is missing.
         """
-        if k < 1:
-            raise ConfigError("this is not above 0", field="k", value=k, remedy="give at least 1")
+        check_positive(k=k)
         prompts = as_prompts(dataset, "dataset")
         rewards = as_rewards(reward_fn)
-        section = RewardSection().for_objects(weights_of(rewards, reward_weights))
+        section = RewardSection().for_objects(weights_of(rewards, reward_weights, "reward_weights"))
         trained_on = None
         if not self._served:
             trained = TrainedPrompts.of(self.model)
@@ -211,7 +208,7 @@ class ModelEvaluator:
         )
 
 
-def _config(own: Mapping[str, Any], settings: Mapping[str, Any]) -> Config:
+def _config(own: Given, settings: Given) -> Config:
     """Returns the settings of an evaluation. Raises ConfigError for a setting that is wrong or not
     read.
     """
@@ -245,7 +242,7 @@ def _sampling_as_in_training(config: Config) -> Config:
     return config.model_copy(update={"evaluation": bounds})
 
 
-def _refuse_unsent(config: Config, settings: Mapping[str, Any]) -> None:
+def _refuse_unsent(config: Config, settings: Given) -> None:
     """Raises ConfigError for settings that cannot be sent to a server that makes the prompts
     itself.
     """

@@ -15,16 +15,17 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
+from common import Json
 from common.errors import ConfigError
 from common.process.topology import cuda_of_driver
 from common.settings.algorithm import RECIPES, Recipe
 from common.settings.lr_schedules import LrSchedule
 from common.wire.schemas import Prompt
 from trainer.api.assignments import overridden, own_methods
-from trainer.api.refusals import Refusals
+from trainer.api.refusals import Given, Names, Refusals
 from trainer.api.settings import GivenSettings, TrainerConfig
 from trainer.api.transformers_names import WithTransformersNames
-from trainer.api.trl import ARGUMENTS, check_trainer
+from trainer.api.trl import ARGUMENTS, TRAINER, converted
 
 _log = logging.getLogger(__name__)
 
@@ -49,7 +50,7 @@ class GRPOConfig(TrainerConfig):
     """
 
     betas: ClassVar[tuple[float, float]] = (0.9, 0.999)
-    assumed: ClassVar[dict[str, Any]] = {"eval_strategy": "no"}
+    assumed: ClassVar[Json] = {"eval_strategy": "no"}
     has_trl_names: ClassVar[bool] = True
     loss_type: str | None = "dapo"
     num_generations: int = Field(8, ge=1)
@@ -104,7 +105,7 @@ class GRPOConfig(TrainerConfig):
             if method not in cls.__dict__:
                 setattr(cls, method, getattr(cls, method))
 
-    def _defaults(self) -> dict[str, Any]:
+    def _defaults(self) -> Json:
         advantage = self.settings.get(
             "algorithm.advantage", RECIPES[self.trainer_type].get("advantage", "group_normalised")
         )
@@ -118,7 +119,7 @@ class GRPOConfig(TrainerConfig):
         return super()._defaults() | {"optimizer.adam_betas": self.betas} | compared | near
 
     @classmethod
-    def as_trl(cls, given: Mapping[str, Any], was_warned: bool) -> Mapping[str, Any]:
+    def as_trl(cls, given: Given, was_warned: bool) -> Given:
         """Chooses device, precision and warm-up as TRL does."""
         say = _log.debug if was_warned else _log.warning
         chosen = dict(given)
@@ -193,7 +194,7 @@ class GRPOTrainer(WithTransformersNames):
     """
 
     _config: type[GRPOConfig] = GRPOConfig
-    _arguments: ClassVar[Mapping[str, str]] = MappingProxyType(
+    _arguments: ClassVar[Names] = MappingProxyType(
         {"reward_fn": "reward_funcs", "model_name_or_path": "model", "config": "args"}
     )
 
@@ -223,7 +224,7 @@ class GRPOTrainer(WithTransformersNames):
             "quantization_config": quantization_config,
             "rollout_func": rollout_func,
         }
-        check_trainer(given, self._refusals)
+        converted(given, TRAINER, self._refusals)
         for error in overridden(type(self), _OWN_METHODS):
             self._refusals.add(error)
         args = self._config() if args is None else args
@@ -259,7 +260,7 @@ class GRPOTrainer(WithTransformersNames):
         )
 
     def _training_problems(self, dataset: Any) -> list[Prompt]:
-        if hasattr(self, "_problems"):
+        if self._is_made:
             dataset, plain = _is_plain(dataset)
             if plain != self._is_plain:
                 kinds = ("chats", "texts")

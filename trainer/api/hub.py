@@ -10,10 +10,10 @@ from trainer.evaluation.uncertainty import wilson_interval
 from trainer.observe.run_dir import read_lines, read_settings
 from trainer.policy.export import MODEL_FILES
 
+# Sections whose settings a card shows.
 _SECTIONS = ("model", "lora", "sampling", "algorithm", "optimizer", "parallel", "trainer")
-"""Sections whose settings a card shows."""
+# Settings of these sections that say nothing about training.
 _OMITTED = ("name", "run_dir", "port")
-"""Settings of these sections that say nothing about training."""
 
 
 def write_card(target: Path, run_dir: Path, problems: int) -> None:

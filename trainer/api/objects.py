@@ -8,6 +8,7 @@ from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any
 
+from common import Json
 from common.errors import ConfigError, shorten
 from common.settings.sections import ModelSection
 from trainer.api import on_use
@@ -65,7 +66,7 @@ class CallerModel:
                     remedy="give a transformers object, or a name",
                 )
 
-    def lora_settings(self, config: TrainerConfig) -> dict[str, Any]:
+    def lora_settings(self, config: TrainerConfig) -> Json:
         """Returns the settings of `lora`; empty without an adapter. Raises ConfigError."""
         if self.peft_config is None:
             return {}
@@ -124,7 +125,7 @@ def _section(config: TrainerConfig) -> ModelSection:
     return ModelSection(name=config.model_name_or_path, trust_remote_code=trust)
 
 
-def optimizer_settings(optimizers: Any) -> dict[str, Any]:
+def optimizer_settings(optimizers: Any) -> Json:
     """Returns the fields for TRL's `optimizers`: an AdamW without a scheduler. Raises ConfigError
     for anything else.
     """
@@ -159,6 +160,7 @@ def optimizer_settings(optimizers: Any) -> dict[str, Any]:
 
 
 _READ = ("r", "lora_alpha", "lora_dropout", "target_modules", "use_rslora")
+# Fields of LoraConfig that do not affect the adapter.
 _FREE = (
     "auto_mapping",
     "peft_version",
@@ -169,16 +171,15 @@ _FREE = (
     "qalora_group_size",
     "runtime_config",
 )
-"""Fields of LoraConfig that do not affect the adapter."""
-_CHOICES: dict[str, Any] = {
+# Values of other fields that are what an adapter is here.
+_CHOICES: Json = {
     "peft_type": ("LORA",),
     "task_type": (None, "CAUSAL_LM"),
     "init_lora_weights": (True,),
 }
-"""Values of other fields that are what an adapter is here."""
 
 
-def lora_settings(config: Any, model: Any) -> dict[str, Any]:
+def lora_settings(config: Any, model: Any) -> Json:
     """Returns the settings of `lora` for a LoraConfig on `model`, an object or a name. Raises
     ConfigError for unsupported options, all at once.
     """

@@ -22,9 +22,10 @@ from common.prompts.prompter import Prompter, PromptStyle
 from common.settings.config import names as setting_names
 from common.wire.schemas import Prompt
 from services.environment.environments import Environment
+from services.reward.functions.composite import weights_of
 from trainer.api import on_use
 from trainer.api.assignments import check_assignment
-from trainer.api.datasets import as_held_out, as_prompts, as_rewards, weights_of
+from trainer.api.datasets import as_held_out, as_prompts, as_rewards
 from trainer.api.engine import choose_engine
 from trainer.api.episodes import (
     EnvironmentReward,
@@ -36,20 +37,21 @@ from trainer.api.episodes import (
 from trainer.api.hub import push, write_card
 from trainer.api.objects import CallerModel, optimizer_settings
 from trainer.api.output import check_newest, check_output, remove_run
-from trainer.api.refusals import Refusals, with_names
+from trainer.api.refusals import Names, Refusals, with_names
 from trainer.api.settings import TrainerConfig
 from trainer.api.trial import try_functions
 from trainer.evaluation.results import EvaluationResults
 from trainer.observe.run_dir import console, read_lines, read_settings
 from trainer.policy.export import MODEL_FILES, export
+from trainer.trackers.base import Numbers
 
 if TYPE_CHECKING:
     from transformers.trainer_callback import TrainerState
 
     from trainer.backends.in_process import Problems
 
+# Content of a checkpoint besides the model.
 _NOT_THE_MODEL = ("trainer_state.json", "state", "critic", "reference")
-"""Content of a checkpoint besides the model."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +60,7 @@ class TrainResult:
 
     global_step: int
     """Steps of the run, including those of earlier calls."""
-    metrics: dict[str, float]
+    metrics: Numbers
     """`reward`, `accuracy`, `completion_tokens`, `loss` and `kl` of the last step; `eval_accuracy`
     with evaluation data.
 
@@ -111,7 +113,7 @@ class OnlineRLTrainer:
 
     _refusals: Refusals | None = None
     """What a subclass has refused already."""
-    _arguments: ClassVar[Mapping[str, str]] = MappingProxyType({})
+    _arguments: ClassVar[Names] = MappingProxyType({})
     """A subclass's own names of the arguments below, for errors."""
     _is_made = False
     _began = False
@@ -137,10 +139,10 @@ class OnlineRLTrainer:
         self._given_config = config
         self._fields_before = config.model_dump()
         name = f"{config.trainer_type}-{time.strftime('%Y%m%d-%H%M%S')}"
-        self._output_dir = config.output_dir or Path("outputs") / name
+        self.output_dir = config.output_dir or Path("outputs") / name
         self._environment: Environment | None = None
         self._has_factory = environment_factory is not None
-        changes: dict[str, Any] = {}
+        changes: Json = {}
         with refusals.collected():
             _check_alone()
         settings = config.settings
@@ -171,24 +173,21 @@ class OnlineRLTrainer:
                 self.add_callback(callback)
 
         with refusals.collected():
-            self._set_rewards(reward_fn)
-        train: list[Prompt] = []
-        held_out: list[Prompt] = []
+            self.reward_funcs = reward_fn
+        self._problems = on_use.Problems([], [])
         with refusals.collected():
-            train = self._training_problems(train_dataset)
+            self.train_dataset = train_dataset
         with refusals.collected():
-            held_out = self._held_out_problems(eval_dataset)
-        self._problems = on_use.Problems(train, held_out)
+            self.eval_dataset = eval_dataset
         _check_together(config, self._problems, refusals)
         refusals.raise_all(config.names(self._arguments))
 
-        self._train_dataset = train_dataset
         self._rounds = 0
         self._checkpoint: Path | None = None
+        # Content of the run's `config.json` after `train`.
         self._settings: Json | None = None
-        """Content of the run's `config.json` after `train`."""
+        # The model that `model` loaded, after its checkpoint.
         self._loaded: tuple[Path | None, Any] | None = None
-        """The model that `model` loaded, after its checkpoint."""
         self._is_made = True
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -221,7 +220,10 @@ class OnlineRLTrainer:
 
     @eval_dataset.setter
     def eval_dataset(self, dataset: Any) -> None:
-        self._problems = replace(self._problems, held_out=self._held_out_problems(dataset))
+        held_out = [] if dataset is None else as_held_out(dataset, "eval_dataset")
+        self._eval_dataset = dataset
+        self._held_out_names = list(map(str, dataset)) if isinstance(dataset, Mapping) else []
+        self._problems = replace(self._problems, held_out=held_out)
 
     @property
     def reward_funcs(self) -> Any:
@@ -230,20 +232,6 @@ class OnlineRLTrainer:
 
     @reward_funcs.setter
     def reward_funcs(self, reward_fn: Any) -> None:
-        self._set_rewards(reward_fn)
-
-    def _training_problems(self, dataset: Any) -> list[Prompt]:
-        _check_length(_required(dataset, "train_dataset"), self.config)
-        needed = self.config.problems_per_step * (self.config.max_steps or 0)
-        return as_prompts(dataset, "train_dataset", needed)
-
-    def _held_out_problems(self, dataset: Any) -> list[Prompt]:
-        held_out = [] if dataset is None else as_held_out(dataset, "eval_dataset")
-        self._eval_dataset = dataset
-        self._held_out_names = list(map(str, dataset)) if isinstance(dataset, Mapping) else []
-        return held_out
-
-    def _set_rewards(self, reward_fn: Any) -> None:
         given = reward_fn
         if not self._has_factory and takes_environments(given):
             raise ConfigError(
@@ -260,24 +248,24 @@ class OnlineRLTrainer:
                 )
             reward_fn = EnvironmentReward()
         rewards = as_rewards(_required(reward_fn, "reward_fn"), self._callbacks)
-        self._weights = weights_of(rewards, self.config.reward_weights)
+        self._weights = weights_of(rewards, self.config.reward_weights, "reward_weights")
         self._rewards = rewards
+        # The functions that are tried at the start of a run.
         self._tried: Sequence[Any] = rewards
-        """The functions that are tried at the start of a run."""
         if takes_environments(reward_fn):
             self._tried = [EnvironmentReward()]
         # A list that is changed later would have no effect.
         self._reward_funcs = tuple(given) if isinstance(given, list) else given
 
+    def _training_problems(self, dataset: Any) -> list[Prompt]:
+        _check_length(_required(dataset, "train_dataset"), self.config)
+        needed = self.config.problems_per_step * (self.config.max_steps or 0)
+        return as_prompts(dataset, "train_dataset", needed)
+
     @property
     def config(self) -> TrainerConfig:
         """The settings. Their fields may be set before `train`."""
         return self._config_now
-
-    @property
-    def output_dir(self) -> Path:
-        """The directory of the run."""
-        return self._output_dir
 
     def _read_changes(self) -> None:
         """Takes what has been set in the config, or in the one that was given, since the last call.
@@ -300,7 +288,7 @@ class OnlineRLTrainer:
                 remedy="set it before the trainer is made",
             )
         self._callbacks.args = self.config
-        self._weights = weights_of(self._rewards, self.config.reward_weights)
+        self._weights = weights_of(self._rewards, self.config.reward_weights, "reward_weights")
         refusals = Refusals()
         _check_together(self.config, self._problems, refusals)
         refusals.raise_all(self.config.names(self._arguments))
@@ -615,11 +603,11 @@ class OnlineRLTrainer:
         )
 
 
-def by_data_set(answers: Sequence[Json], names: Iterable[str]) -> dict[str, float]:
+def by_data_set(answers: Sequence[Json], names: Iterable[str]) -> Numbers:
     """Returns `eval_NAME_reward`, and `eval_NAME_accuracy` if rewards are verdicts, for each data
     set in `names`.
     """
-    means: dict[str, float] = {}
+    means: Numbers = {}
     for name in names:
         own = [answer for answer in answers if answer["prompt_id"].startswith(f"{name}/")]
         for figure, key in (("reward", "reward"), ("accuracy", "correct")):

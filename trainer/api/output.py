@@ -9,6 +9,7 @@ from common.process.run_lock import RunLock
 from common.process.storage import make_directory
 from trainer.observe.run_dir import has_step, is_run
 
+# What a run writes, and by which one is recognised.
 _CONTENT = (
     "checkpoints",
     "weights",
@@ -24,7 +25,6 @@ _CONTENT = (
     "attempts.jsonl",
     "extras.jsonl",
 )
-"""What a run writes, and by which one is recognised."""
 
 
 def check_output(directory: Path, may_hold_run: bool) -> None:

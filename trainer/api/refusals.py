@@ -5,14 +5,18 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from copy import copy
 from types import MappingProxyType
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from common.errors import ConfigError, ServiceError
 
+Names = Mapping[str, str]
+"""What settings and fields are called by somebody else."""
+Given = Mapping[str, Any]
+"""Arguments, fields or settings by name."""
 _Error = TypeVar("_Error", bound=ServiceError)
 
 
-def names_in(text: str, names: Mapping[str, str]) -> str:
+def names_in(text: str, names: Names) -> str:
     """Returns what the settings in a text are called elsewhere, such as `algorithm.kl_coef is beta
     here`; empty if it mentions none of `names`.
     """
@@ -24,7 +28,7 @@ def names_in(text: str, names: Mapping[str, str]) -> str:
     return ", ".join(known)
 
 
-def with_names(error: _Error, names: Mapping[str, str]) -> _Error:
+def with_names(error: _Error, names: Names) -> _Error:
     """Returns the error with the caller's name of its field, and of the other settings that it
     mentions.
     """
@@ -62,7 +66,7 @@ class Refusals:
         """Keeps an error for later."""
         self._errors.append(error)
 
-    def raise_all(self, names: Mapping[str, str] = MappingProxyType({})) -> None:
+    def raise_all(self, names: Names = MappingProxyType({})) -> None:
         """Raises the only error, or one that lists all of them; does nothing without any.
 
         `names` are the caller's names of fields.

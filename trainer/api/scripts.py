@@ -11,6 +11,7 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 import yaml
 from pydantic import TypeAdapter, ValidationError
 
+from common import Json
 from common.errors import ConfigError, did_you_mean
 from common.settings.sources import read_yaml, yaml_problem
 from trainer.api.refusals import Refusals
@@ -153,7 +154,7 @@ class TrlParser:
     parse_args_into_dataclasses = parse_args_and_config
 
 
-def _made(kind: Any, own: dict[str, Any], refusals: Refusals) -> Any:
+def _made(kind: Any, own: Json, refusals: Refusals) -> Any:
     """Returns an object with these arguments; None, with what is wrong in `refusals`, if they do
     not fit a dataclass. Raises ConfigError if they do not fit a config.
     """
@@ -190,7 +191,7 @@ def _lists(kind: Any) -> set[str]:
     return found
 
 
-def _given(words: Sequence[str]) -> dict[str, Any]:
+def _given(words: Sequence[str]) -> Json:
     """Returns the arguments of a command line, which override those of its YAML file."""
     given: dict[str, list[Any]] = {}
     name = ""
@@ -212,7 +213,7 @@ def _given(words: Sequence[str]) -> dict[str, Any]:
     return {**_of_file(Path(path)), **values}
 
 
-def _of_file(path: Path) -> dict[str, Any]:
+def _of_file(path: Path) -> Json:
     try:
         content = read_yaml(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, yaml.YAMLError) as error:

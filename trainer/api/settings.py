@@ -25,16 +25,17 @@ from pydantic import (
     model_validator,
 )
 
+from common import Json
 from common.errors import ConfigError, did_you_mean, shorten
 from common.settings.algorithm import RECIPES, Recipe
 from common.settings.config import Config, from_mapping
 from common.settings.explain import explained
 from common.settings.lr_schedules import LrSchedule
-from trainer.api.refusals import Refusals
+from trainer.api.refusals import Given, Names, Refusals
 from trainer.api.trl import ARGUMENTS, LOSSES, READ_AS, translated, with_present_names
 
+# Settings that the trainer decides for every run.
 _SET_BY_TRAINER = ("state_dir", "evaluation.samples", "checkpoint.resume")
-"""Settings that the trainer decides for every run."""
 OWN_SGLANG = (
     "engine_python",
     "engine_args",
@@ -46,8 +47,8 @@ OWN_SGLANG = (
 """Settings of `rollout` for an SGLang that the trainer starts."""
 OWN_NAMES = "own names"
 """The context of a validation in which no name is TRL's."""
-_DEFAULTS: dict[str, Any] = {"evaluation.pass_samples": 0, "limits.max_failed_groups": 8}
-"""Defaults that differ from the system's."""
+# Defaults that differ from the system's.
+_DEFAULTS: Json = {"evaluation.pass_samples": 0, "limits.max_failed_groups": 8}
 
 
 @dataclass(frozen=True)
@@ -77,10 +78,10 @@ def row(
     return declared
 
 
-class GivenSettings(dict[str, Any]):
+class GivenSettings(Json):
     """The settings of a config, with the arguments that made it."""
 
-    arguments: Mapping[str, Any] = MappingProxyType({})
+    arguments: Given = MappingProxyType({})
 
 
 class ArgumentsOfOneProcess:
@@ -117,7 +118,7 @@ class ArgumentsOfOneProcess:
         """Waits for no other process: there is none."""
         yield
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> Json:
         """Returns the fields as JSON has them."""
         return self.model_dump(mode="json")  # type: ignore[attr-defined,no-any-return]
 
@@ -125,7 +126,7 @@ class ArgumentsOfOneProcess:
         """Returns the fields as a text in JSON."""
         return json.dumps(self.to_dict(), indent=2)
 
-    def to_sanitized_dict(self) -> dict[str, Any]:
+    def to_sanitized_dict(self) -> Json:
         """Returns the fields as trackers take them: numbers, texts and truth values."""
         fields = self.to_dict().items()
         return {
@@ -162,7 +163,7 @@ class TrainerConfig(ArgumentsOfOneProcess, BaseModel):
 
     betas: ClassVar[tuple[float, float]] = (0.9, 0.98)
     """AdamW's betas, unless set otherwise."""
-    assumed: ClassVar[dict[str, Any]] = {}
+    assumed: ClassVar[Json] = {}
     """TRL's arguments that count as given with these values when the user leaves them out."""
     has_trl_names: ClassVar[bool] = False
     """Whether errors call a field by TRL's name when the user gave neither of its names."""
@@ -208,7 +209,7 @@ class TrainerConfig(ArgumentsOfOneProcess, BaseModel):
     """Sample from this many of the likeliest tokens; from all when unset."""
     min_p: float | None = row(None, "sampling.min_p", "given", ge=0, lt=1)
     """Sample no token whose probability is below this share of the likeliest one's."""
-    generation_kwargs: dict[str, Any] | None = None
+    generation_kwargs: Json | None = None
     """More sampling arguments, named as in transformers and vLLM: stop, stop_token_ids,
     min_new_tokens, ignore_eos."""
     system_prompt: str = row("", "sampling.system_prompt")
@@ -275,14 +276,14 @@ class TrainerConfig(ArgumentsOfOneProcess, BaseModel):
     """Token for the hub; the machine's (HF_TOKEN) when unset."""
     verbose: bool = True
     """Print a line per step, and a summary at the end."""
-    settings: dict[str, Any] = {}
+    settings: Json = {}
     """Any other setting of the system (`python -m trainer --help-all`), as {"section.name":
     value}."""
-    _given: dict[str, Any] = PrivateAttr(default_factory=dict)
+    _given: Json = PrivateAttr(default_factory=dict)
     """The arguments by the names that they were given with."""
 
     @classmethod
-    def as_trl(cls, given: Mapping[str, Any], was_warned: bool) -> Mapping[str, Any]:
+    def as_trl(cls, given: Given, was_warned: bool) -> Given:
         """Returns the arguments with what TRL chooses for those that are not given: here nothing.
 
         `was_warned` says that an earlier call warned about them.
@@ -356,13 +357,13 @@ class TrainerConfig(ArgumentsOfOneProcess, BaseModel):
                 "or set max_steps",
             )
 
-    def names(self, arguments: Mapping[str, str] = MappingProxyType({})) -> dict[str, str]:
+    def names(self, arguments: Names = MappingProxyType({})) -> dict[str, str]:
         """Returns the user's names of settings and of fields (`_names`)."""
         return self._names(self._given, arguments)
 
     @classmethod
     def _names(
-        cls, given: Collection[str], arguments: Mapping[str, str] = MappingProxyType({})
+        cls, given: Collection[str], arguments: Names = MappingProxyType({})
     ) -> dict[str, str]:
         """Returns the user's names of settings and of fields.
 
@@ -439,14 +440,14 @@ class TrainerConfig(ArgumentsOfOneProcess, BaseModel):
             error.message = f"the settings do not fit together: {error.message}"
             raise
 
-    def _defaults(self) -> dict[str, Any]:
+    def _defaults(self) -> Json:
         """Returns the defaults that differ from the system's; `settings` may set them."""
         return _DEFAULTS
 
-    def _mapped(self) -> dict[str, Any]:
+    def _mapped(self) -> Json:
         """Returns the system's settings that follow from the fields."""
-        mapped: dict[str, Any] = {}
-        given: dict[str, Any] = {}
+        mapped: Json = {}
+        given: Json = {}
         for field, row in ROWS.items():
             value = getattr(self, field)
             if value is None or field in self.script_fields:
@@ -476,7 +477,7 @@ class TrainerConfig(ArgumentsOfOneProcess, BaseModel):
             "trackers.names": trackers,
         }
 
-    def _loss(self) -> Mapping[str, Any]:
+    def _loss(self) -> Given:
         """Returns the settings of the algorithm that `loss_type` determines."""
         if self.loss_type is None:
             return {}
@@ -562,40 +563,49 @@ class TrainerConfig(ArgumentsOfOneProcess, BaseModel):
         recipe = self.trainer_type
         answers = self.per_device_train_batch_size * self.gradient_accumulation_steps
         if answers % self.num_generations:
-            message = (
+            yield (
+                "per_device_train_batch_size",
                 f"per_device_train_batch_size × gradient_accumulation_steps = {answers} answers "
-                f"a step are not a multiple of num_generations = {self.num_generations}"
+                f"a step are not a multiple of num_generations = {self.num_generations}",
+                "change one of these three",
             )
-            yield "per_device_train_batch_size", message, "change one of these three"
         if recipe != "ppo" and self.critic_learning_rate is not None:
-            remedy = "leave it out, or use trainer_type='ppo'"
-            yield "critic_learning_rate", f"{recipe} has no critic", remedy
+            yield (
+                "critic_learning_rate",
+                f"{recipe} has no critic",
+                "leave it out, or use trainer_type='ppo'",
+            )
         is_other_recipe = self.loss_type not in (None, recipe, *LOSSES)
         if is_other_recipe and "advantage" in RECIPES[self.loss_type or recipe]:
-            message = (
-                f"{self.loss_type} is a way to compute advantages, and trainer_type is {recipe}"
+            yield (
+                "loss_type",
+                f"{self.loss_type} is a way to compute advantages, and trainer_type is {recipe}",
+                "set trainer_type to this value, and leave loss_type out",
             )
-            yield "loss_type", message, "set trainer_type to this value, and leave loss_type out"
         if self.loss_type == "bnpo" and self.gradient_accumulation_steps > 1:
-            message = (
+            yield (
+                "loss_type",
                 "TRL's bnpo weighs tokens by the forward pass in which they happen to be, not by "
-                "the batch"
-            )
-            remedy = (
+                "the batch",
                 "set gradient_accumulation_steps=1 and a larger per_device_train_batch_size, or "
-                "loss_type='dapo'"
+                "loss_type='dapo'",
             )
-            yield "loss_type", message, remedy
         level = RECIPES[recipe].get("importance_level")
         if self.loss_type == "luspo" and "sequence" not in (
             level,
             self.settings.get("algorithm.importance_level"),
         ):
-            message = "luspo compares the probabilities of whole answers"
-            yield "loss_type", message, "set importance_sampling_level='sequence'"
+            yield (
+                "loss_type",
+                "luspo compares the probabilities of whole answers",
+                "set importance_sampling_level='sequence'",
+            )
         if self.bf16 and not self.use_gpu:
-            message = "the update on a CPU is computed in float32"
-            yield "bf16", message, "set use_gpu, or leave it out"
+            yield (
+                "bf16",
+                "the update on a CPU is computed in float32",
+                "set use_gpu, or leave it out",
+            )
 
     def _wrong_settings(self) -> Iterator[ConfigError]:
         """Yields an error for every item of `settings` that cannot be set there."""
@@ -663,7 +673,7 @@ def _decided_elsewhere(name: str) -> bool:
     }.get(section, False)
 
 
-def _named(problem: Mapping[str, Any], config: str) -> ConfigError:
+def _named(problem: Given, config: str) -> ConfigError:
     """Returns an error for a problem that pydantic found with a field of the class `config`."""
     name = str(problem["loc"][0]) if problem["loc"] else config
     if problem["type"] == "extra_forbidden":

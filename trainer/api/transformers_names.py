@@ -9,6 +9,7 @@ from trainer.api import on_use
 from trainer.api.online import OnlineRLTrainer
 from trainer.api.settings import one_process
 from trainer.evaluation.results import EvaluationResults
+from trainer.trackers.base import Numbers
 
 if TYPE_CHECKING:
     from transformers.trainer_callback import TrainerControl
@@ -106,9 +107,9 @@ class WithTransformersNames(OnlineRLTrainer):
         """Does nothing: `save_model` writes the card of the run."""
 
 
-def _numbers(metrics: Json) -> dict[str, float]:
+def _numbers(metrics: Json) -> Numbers:
     return {name: value for name, value in metrics.items() if isinstance(value, int | float)}
 
 
-def _write(path: Path, content: dict[str, float]) -> None:
+def _write(path: Path, content: Numbers) -> None:
     path.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")

@@ -11,12 +11,13 @@ from typing import Any
 
 from pydantic.fields import FieldInfo
 
+from common import Json
 from common.errors import ConfigError, shorten
 from common.settings.algorithm import RECIPES
-from trainer.api.refusals import Refusals
+from trainer.api.refusals import Given, Names, Refusals
 from trainer.trackers.base import LIBRARIES
 
-Values = dict[str, Any]
+Values = Json
 LOSSES: dict[str, Values] = {
     "grpo": {"aggregation": "sequence_mean_token_mean"},
     "bnpo": {"aggregation": "token_mean"},
@@ -60,7 +61,7 @@ class Unsupported(ValueError):
     """A value that this trainer cannot honour, with the reason."""
 
 
-def _rows(effect: Effect, names_by_reason: Mapping[str, str]) -> dict[str, Argument]:
+def _rows(effect: Effect, names_by_reason: Names) -> dict[str, Argument]:
     """Returns the rows of arguments without a field or setting."""
     return {
         name: Argument(remark=remark, accepted=_ACCEPTED.get(name, ()), effect=effect)
@@ -115,6 +116,7 @@ def _model_arguments(value: Any) -> Values:
     return {"model.trust_remote_code": True} if trusts else {}
 
 
+# Arguments of `from_pretrained` that the trainer decides itself; trained weights are float32.
 _LOADING = (
     "attn_implementation",
     "device_map",
@@ -123,7 +125,7 @@ _LOADING = (
     "torch_dtype",
     "use_cache",
 )
-"""Arguments of `from_pretrained` that the trainer decides itself; trained weights are float32."""
+# Field or setting of each entry of `generation_kwargs`.
 _GENERATION = {
     "stop": "sampling.stop",
     "stop_token_ids": "sampling.stop_token_ids",
@@ -139,7 +141,8 @@ _GENERATION = {
     "min_p": "min_p",
     "max_new_tokens": "max_new_tokens",
 }
-"""Field or setting of each entry of `generation_kwargs`."""
+# Further entries of `generation_kwargs`, each with the only value that is accepted: it asks for
+# what the engines do anyway.
 _PLAIN_SAMPLING: Values = {
     "do_sample": True,
     "num_beams": 1,
@@ -151,12 +154,10 @@ _PLAIN_SAMPLING: Values = {
     "length_penalty": 1.0,
     "use_cache": True,
 }
-"""Further entries of `generation_kwargs`, each with the only value that is accepted: it asks for
-what the engines do anyway."""
 _SAMPLING = "the engines sample from the model's own distribution, without penalties"
+# Entries of `generation_kwargs` that nothing reads: answers are not padded, and the prompt has the
+# tokens that begin it.
 _TOKENIZER_ENTRIES = ("pad_token_id", "bos_token_id")
-"""Entries of `generation_kwargs` that nothing reads: answers are not padded, and the prompt has the
-tokens that begin it."""
 
 
 def _top_k(value: Any) -> Any:
@@ -194,13 +195,14 @@ _SCALES: dict[Any, Values] = {
 }
 _LOGS = "every step is logged and recorded with its completions"
 _KERNELS = "the trainer chooses kernels itself (docs/explanation/batches.md)"
+# Arguments that have a field of the same name, and no more to say.
 _SAME_NAME = (
     "output_dir per_device_train_batch_size gradient_accumulation_steps learning_rate "
     "num_train_epochs weight_decay seed run_name overwrite_output_dir gradient_checkpointing "
     "push_to_hub hub_model_id hub_private_repo hub_token temperature top_p min_p "
     "num_generations reward_weights save_steps warmup_ratio"
 )
-"""Arguments that have a field of the same name, and no more to say."""
+# Arguments that are a setting of the system.
 _SETTINGS = {
     "delta": "algorithm.dual_clip",
     "entropy_coef": "algorithm.entropy_coef",
@@ -215,7 +217,7 @@ _SETTINGS = {
     "chat_template_kwargs": "sampling.chat_template_kwargs",
     "project": "trackers.project",
 }
-"""Arguments that are a setting of the system."""
+# See `Argument.accepted`.
 _ACCEPTED: dict[str, tuple[Any, ...]] = {
     "adam_epsilon": (1e-8,),
     "hub_strategy": ("every_save", "end"),
@@ -229,7 +231,7 @@ _ACCEPTED: dict[str, tuple[Any, ...]] = {
     "vllm_importance_sampling_correction": (True,),
     "vllm_importance_sampling_mode": ("sequence_mask",),
 }
-"""See `Argument.accepted`."""
+# Arguments without effect, by the reason: they ask for nothing beyond what is done anyway.
 _SILENT = {
     "logits are computed in float32 (model.fp32_head)": "cast_lm_head_to_fp32",
     "there is no data loader to tune": (
@@ -281,7 +283,7 @@ _SILENT = {
         "vllm_enable_prefix_caching local_rollout_forward_batch_size num_sample_generations"
     ),
 }
-"""Arguments without effect, by the reason: they ask for nothing beyond what is done anyway."""
+# Arguments without the effect that a user would expect, by the reason, which a warning says.
 _WARNED = {
     "completions come from the embedded engine, or from SGLang with engine='sglang'": "use_vllm",
     "set algorithm.rollout_correction, which holds for every engine": (
@@ -316,7 +318,7 @@ _WARNED = {
         "trackio_space_id trackio_bucket_id trackio_static_space_id"
     ),
 }
-"""Arguments without the effect that a user would expect, by the reason, which a warning says."""
+# Arguments that are refused, by the reason.
 _REFUSED = {
     "set algorithm.reference_refresh: the reference is replaced by the policy, not mixed with it": (
         "sync_ref_model"
@@ -347,7 +349,6 @@ _REFUSED = {
     "give reward_funcs and model to the trainer": "reward_model_path sft_model_path",
     "it has no meaning for answers that a reward function grades": "label_smoothing_factor",
 }
-"""Arguments that are refused, by the reason."""
 _REFUSED_BY_TRAINER = {
     "a reward model here has the tokenizer in its own directory": "reward_processing_classes",
     "the weights that are trained are float32": "quantization_config",
@@ -484,6 +485,7 @@ RENAMED = {
     "wandb_log_unique_prompts": "log_unique_prompts",
 }
 """TRL's present name of each argument that earlier versions called otherwise."""
+# The field of TrainerConfig for names of earlier versions of TRL and of other libraries.
 _OTHER_NAMES = {
     "cliprange": "clip_range",
     "init_kl_coef": "kl_coef",
@@ -491,7 +493,6 @@ _OTHER_NAMES = {
     "rloo_k": "num_generations",
     "num_epochs": "num_train_epochs",
 }
-"""The field of TrainerConfig for names of earlier versions of TRL and of other libraries."""
 READ_AS: Values = {
     "adam_epsilon": 1e-8,
     "dataloader_num_workers": 0,
@@ -511,12 +512,7 @@ READ_AS: Values = {
 None for all others, for which TRL mostly has None, False or 0."""
 
 
-def check_trainer(given: Values, refusals: Refusals) -> None:
-    """Adds an error to `refusals` for each argument of a trainer that is refused."""
-    _converted(given, TRAINER, refusals)
-
-
-def with_present_names(arguments: Mapping[str, Any]) -> Values:
+def with_present_names(arguments: Given) -> Values:
     """Returns arguments by TRL's present names."""
     given: Values = {}
     for name, value in arguments.items():
@@ -528,7 +524,7 @@ def with_present_names(arguments: Mapping[str, Any]) -> Values:
 
 
 def translated(
-    arguments: Mapping[str, Any],
+    arguments: Given,
     fields: Mapping[str, FieldInfo],
     betas: tuple[float, float],
     *,
@@ -547,7 +543,7 @@ def translated(
             given[name] = value.value if isinstance(value, Enum) else value
     made = _combined(given, fields, betas)
 
-    for (name, key), value in _converted(given, ARGUMENTS, refusals, warned).items():
+    for (name, key), value in converted(given, ARGUMENTS, refusals, warned).items():
         conflicts = key != name and key in given and given[key] != value
         if conflicts and name != "generation_kwargs":
             error = ConfigError(
@@ -570,7 +566,7 @@ def translated(
     return made
 
 
-def _converted(
+def converted(
     given: Values,
     table: Mapping[str, Argument],
     refusals: Refusals,

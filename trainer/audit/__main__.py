@@ -2,7 +2,6 @@
 rewards, advantages, gradients and weights.
 """
 
-import json
 import os
 import subprocess
 import sys
@@ -10,14 +9,16 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
 from pathlib import Path
+
+import msgspec
 
 from common.process import watchdog
 from common.process.cli import CommandParser, positive, run
 from common.process.storage import storing
 from trainer.audit.comparison import STAGES, StageOutcome
 from trainer.observe.run_dir import check_run
+from trainer.tinker.settings import RECORDED
 
 _EPILOG = """\
 examples:
@@ -25,6 +26,7 @@ examples:
   rlhf audit runs/demo-seed0 --step 12 --stages completions rewards
   rlhf audit runs/demo-seed0 --certify certificate.json --seed "drawn in public" --count 5
   rlhf audit runs/demo-seed0/checkpoints/step_000060 --check certificate.json
+  rlhf audit runs/tinker                     operations of a Tinker server that has ended
 
 The run must have been made with trainer.audit true. Each stage is re-executed from what the run
 recorded, and compared bit for bit; where bits cannot be compared, the line says why and states the
@@ -45,11 +47,12 @@ def parser() -> CommandParser:
     usage = (
         "RUN_DIR --step STEP [--stages STAGE …]\n"
         "       rlhf audit RUN_DIR --certify FILE --seed SEED [--count N]\n"
-        "       rlhf audit WEIGHTS_DIR --check FILE"
+        "       rlhf audit WEIGHTS_DIR --check FILE\n"
+        "       rlhf audit TINKER_DIR"
     )
     made = CommandParser("rlhf audit", __doc__ or "", usage, _EPILOG)
     made.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="directory of the run")
-    what = made.add_mutually_exclusive_group(required=True)
+    what = made.add_mutually_exclusive_group()
     what.add_argument("--step", type=positive, metavar="STEP", help="the step to re-execute")
     what.add_argument(
         "--certify",
@@ -80,8 +83,8 @@ def parser() -> CommandParser:
         nargs="+",
         metavar="STAGE",
         choices=_STAGES_BY_WORD,
-        default=list(_STAGES_BY_WORD),
-        help=f"compare only these: {', '.join(_STAGES_BY_WORD)} (default: all)",
+        default=[word for word in _STAGES_BY_WORD if word != "checkpoint"],
+        help=f"compare only these: {', '.join(_STAGES_BY_WORD)} (default: all but checkpoint)",
     )
     return made
 
@@ -97,6 +100,10 @@ def main(argv: list[str] | None = None) -> None:
         from trainer.audit.certify import check_certificate
 
         raise SystemExit(check_certificate(arguments.check, arguments.run_dir))
+    if (arguments.run_dir / RECORDED).exists():
+        raise SystemExit(_audit_tinker(arguments.run_dir, words))
+    if not arguments.certify and arguments.step is None:
+        made.error("one of the arguments --step --certify --check is required")
     if arguments.certify:
         if not arguments.seed:
             made.error("the following arguments are required: --seed")
@@ -104,14 +111,15 @@ def main(argv: list[str] | None = None) -> None:
         from trainer.audit.certify import certify  # torch: slow to import
 
         more = ["--recorded-tools"] if arguments.recorded_tools else []
-        status = certify(
-            arguments.run_dir,
-            arguments.seed,
-            arguments.count,
-            output=arguments.certify,
-            more=more,
+        raise SystemExit(
+            certify(
+                arguments.run_dir,
+                arguments.seed,
+                arguments.count,
+                output=arguments.certify,
+                more=more,
+            )
         )
-        raise SystemExit(status)
     stages = [stage for word, stage in _STAGES_BY_WORD.items() if word in arguments.stages]
     is_one_of_several = _RANK in os.environ
     check_run(arguments.run_dir)
@@ -148,10 +156,20 @@ def main(argv: list[str] | None = None) -> None:
     if not rank.is_rank_zero:
         raise SystemExit(0)
     if arguments.json:
-        content = json.dumps([asdict(outcome) for outcome in outcomes], indent=1)
         with storing(arguments.json.name, arguments.json, "--json", "make room"):
-            arguments.json.write_text(content, encoding="utf-8")
+            arguments.json.write_bytes(msgspec.json.encode(outcomes))
     raise SystemExit(_conclude(outcomes))
+
+
+def _audit_tinker(directory: Path, words: Sequence[str]) -> int:
+    """Executes again what a Tinker server has computed, on as many ranks; returns the status."""
+    with _waits_told():
+        from trainer.audit.tinker import audit_tinker, recorded_setup  # torch: slow to import
+
+        setup = recorded_setup(directory)
+        if setup.world_size == 1 or _RANK in os.environ:
+            return audit_tinker(directory)
+    return _run_ranks(setup.world_size, setup.threads, words)
 
 
 @contextmanager

@@ -2,28 +2,60 @@
 check against the published weights.
 """
 
-import json
 import os
 import random
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from common import Json
+import msgspec
+
 from common.errors import ConfigError
 from common.process.storage import storing
 from common.weights.checksums import checksum
-from trainer.audit.history import models_after
-from trainer.audit.recorded import config_of
+from trainer.audit.comparison import StageOutcome
 from trainer.observe.audit import AuditRecord
 from trainer.observe.run_dir import AUDIT, damaged
 from trainer.policy.checkpoint import newest
 
-_FORMAT = 1
 _WEIGHTS = ("*.safetensors", "config.json")
-_FAILED = ("differs", "missing")
+
+
+class ExecutedStep(msgspec.Struct):
+    """A step that was executed again."""
+
+    step: int
+    stages: list[StageOutcome]
+
+
+class Certificate(msgspec.Struct, kw_only=True):
+    """What `certify` writes."""
+
+    seed: str
+    steps: int
+    """Steps of the run."""
+    drawn: list[ExecutedStep]
+    checkpoint: ExecutedStep
+    """The weights of the newest checkpoint against the record of its step."""
+    record: str
+    """Checksum of `audit.jsonl`."""
+    published: dict[str, str]
+    """Checksums of the files of the checkpoint that are published, by name."""
+
+    def problems(self) -> Iterator[str]:
+        """Yields why it shows nothing."""
+        steps = [each.step for each in self.drawn]
+        expected = drawn_steps(self.seed, max(1, len(steps)), self.steps)
+        if steps != expected:
+            yield f"its steps are {steps}, but the seed draws {expected}"
+        for each in (*self.drawn, self.checkpoint):
+            if not each.stages:
+                yield f"no stage of step {each.step} was executed again"
+            for stage in each.stages:
+                if stage.state == "differs":
+                    yield f"step {each.step}, {stage.stage} differs: {stage.detail}"
 
 
 def drawn_steps(seed: str, count: int, last: int) -> list[int]:
@@ -43,7 +75,7 @@ def certify(run_dir: Path, seed: str, count: int, output: Path, more: Sequence[s
         output: the file to write.
         more: further arguments of `rlhf audit`.
 
-    Raises ConfigError for a record or a checkpoint that is missing.
+    Raises ConfigError for a checkpoint that is missing, and for a step that cannot be executed.
     """
     record = AuditRecord(run_dir)
     steps = drawn_steps(seed, count, record.last_step)
@@ -51,55 +83,39 @@ def certify(run_dir: Path, seed: str, count: int, output: Path, more: Sequence[s
     if published is None:
         raise damaged("the run has no complete checkpoint, so nothing is published", run_dir)
 
-    executed = [_executed(run_dir, step, more) for step in steps]
-    executed.append(_published(run_dir, record, published))
-    differs = any(stage["state"] in _FAILED for each in executed for stage in each["stages"])
-    certificate: Json = {
-        "format": _FORMAT,
-        "seed": seed,
-        "steps": record.last_step,
-        "executed": executed,
-        "differs": differs,
-        "record": checksum(run_dir / AUDIT),
-        "published": weight_files(published),
-    }
+    newest_step = int(published.name.removeprefix("step_"))
+    certificate = Certificate(
+        seed=seed,
+        steps=record.last_step,
+        drawn=[_executed(run_dir, step, more) for step in steps],
+        checkpoint=_executed(run_dir, newest_step, ["--stages", "checkpoint"]),
+        record=checksum(run_dir / AUDIT),
+        published=weight_files(published),
+    )
     with storing(output.name, output, "--certify", "make room, or write elsewhere"):
-        output.write_text(json.dumps(certificate, indent=1) + "\n", encoding="utf-8")
-    said = "a step differs" if differs else "nothing differs"
+        output.write_bytes(msgspec.json.format(msgspec.json.encode(certificate), indent=1))
+    problems = list(certificate.problems())
+    said = "\n".join(problems) or "nothing differs"
     print(f"{said}; steps {steps} of {record.last_step}, checkpoint {published.name}: {output}")
-    return int(differs)
+    return int(bool(problems))
 
 
-def _published(run_dir: Path, record: AuditRecord, checkpoint: Path) -> Json:
-    """Compares the weights of a checkpoint with the checksum that the run recorded after its step;
-    returns the step with its only outcome.
-    """
-    step = int(checkpoint.name.removeprefix("step_"))
-    start = record.start(record.step(step))
-    config = config_of(start, run_dir)
-    stage: Json = {"stage": "checkpoint", "detail": f"the weights in {checkpoint.name}"}
-    if start.setup.world_size > 1 and config.parallel.shard_size != 1:
-        stage["state"] = "not compared"
-        stage["detail"] = "the checksums are of the shares of several ranks"
-    else:
-        stage["found"] = models_after(record, run_dir, config, step).policy.digest()
-        stage["expected"] = record.weights_at(step)
-        stage["state"] = "equal" if stage["found"] == stage["expected"] else "differs"
-    return {"step": step, "stages": [stage]}
-
-
-def _executed(run_dir: Path, step: int, more: Sequence[str]) -> Json:
+def _executed(run_dir: Path, step: int, more: Sequence[str]) -> ExecutedStep:
     """Returns a step with its outcomes; processes of their own execute it again."""
     with TemporaryDirectory(prefix="rlhf-certify-") as folder:
         path = Path(folder) / "outcomes.json"
         words = [str(run_dir), "--step", str(step), "--json", str(path), *more]
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
         command = [sys.executable, "-m", "trainer.audit", *words]
-        done = subprocess.run(command, env=environment, check=False, stderr=subprocess.PIPE)
-        if path.exists():
-            return {"step": step, "stages": json.loads(path.read_bytes())}
-    reason = done.stderr.decode(errors="replace").strip().rpartition("\n")[2]
-    return {"step": step, "stages": [{"stage": "all", "state": "missing", "detail": reason}]}
+        subprocess.run(command, env=environment, check=False)
+        if not path.exists():
+            raise ConfigError(
+                f"step {step} cannot be executed again, for the reason above",
+                field="RUN_DIR",
+                value=str(run_dir),
+                remedy="restore what is missing; a run of which a drawn step is lost has no proof",
+            )
+        return ExecutedStep(step, msgspec.json.decode(path.read_bytes(), type=list[StageOutcome]))
 
 
 def weight_files(directory: Path) -> dict[str, str]:
@@ -126,19 +142,8 @@ def check_certificate(path: Path, weights: Path) -> int:
     1 where it does not hold. Raises ConfigError for a file that is no certificate.
     """
     try:
-        content = json.loads(path.read_bytes())
-        *executed, _ = content["executed"]
-        steps = [each["step"] for each in executed]
-        drawn = drawn_steps(content["seed"], len(steps), content["steps"])
-        published = dict(content["published"])
-        differs = content["differs"]
-        stages = [(each["step"], stage) for each in content["executed"] for stage in each["stages"]]
-        left_out = [
-            f"step {step}, {stage['stage']}: {stage['detail']}"
-            for step, stage in stages
-            if stage["state"] == "not compared"
-        ]
-    except (OSError, ValueError, LookupError, TypeError) as error:
+        certificate = msgspec.json.decode(path.read_bytes(), type=Certificate)
+    except (OSError, msgspec.MsgspecError) as error:
         raise ConfigError(
             f"this is no certificate: {error}",
             field="--check",
@@ -146,19 +151,19 @@ def check_certificate(path: Path, weights: Path) -> int:
             remedy="name a file that rlhf audit --certify wrote",
         ) from None
 
-    found = weight_files(weights)
+    files = weight_files(weights)
     problems = [
-        f"{name} has the checksum {found.get(name)}, not {expected}"
-        for name, expected in published.items()
-        if found.get(name) != expected
+        f"{name} has the checksum {files.get(name)}, not {expected}"
+        for name, expected in certificate.published.items()
+        if files.get(name) != expected
     ]
-    if differs:
-        problems.append("a step differs, or could not be executed again")
-    if steps != drawn:
-        problems.append(f"its steps are {steps}, but the seed draws {drawn}")
-    print(f"{len(stages)} stages of the steps {steps} were executed again for {content['seed']!r}")
-    for stage in left_out:
-        print(f"not compared: {stage}")
+    problems += certificate.problems()
+    steps = [each.step for each in certificate.drawn]
+    print(f"the steps {steps} of {certificate.steps} were drawn by {certificate.seed!r}")
+    for each in certificate.drawn:
+        for stage in each.stages:
+            if stage.state == "not compared":
+                print(f"not compared: step {each.step}, {stage.stage}: {stage.detail}")
     for problem in problems:
         print(f"does not hold: {problem}")
     if not problems:

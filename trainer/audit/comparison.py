@@ -22,6 +22,7 @@ Stage = Literal[
     "advantages",
     "gradients",
     "new weights",
+    "checkpoint",
 ]
 STAGES: tuple[Stage, ...] = get_args(Stage)
 """In the order in which a step makes them."""

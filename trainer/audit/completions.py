@@ -87,8 +87,9 @@ class Completions:
     def take(self, policy: Policy) -> None:
         """Samples and scores the tokens of version `policy.step`. A collective."""
         batch = self.recorded.batch(self.config)
+        policy.assign(batch)
         scores = score_batch(policy.scorer, batch, self.config, self.ranks)
-        self._scores[policy.step] = scores
+        self._scores[policy.step] = batch.whole(scores, self.ranks)
         if self.why_not:
             return
         if not self.ranks.is_rank_zero:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 
 from common.process import watchdog
@@ -49,6 +50,11 @@ class StepReplay:
         self._record = AuditRecord(self.run_dir)
         self.recorded = RecordedStep.read(self.run_dir, self._record, self.step)
 
+    @cached_property
+    def _versions(self) -> list[int]:
+        """The versions that sample completions again, oldest first."""
+        return sampling_versions(self.recorded) if "completions" in self.stages else []
+
     def ranks(self) -> Ranks:
         """Returns this rank among those of the replay, which are as many as the run had."""
         return Ranks.from_env(_JOIN_S, config_of(self.recorded.start, self.run_dir))
@@ -66,7 +72,10 @@ class StepReplay:
         self._why_rounded = "; ".join(reasons)
 
         with reproducible_numbers(self._config.reproducible):
-            self._compare()
+            if "checkpoint" in self.stages:
+                self._compare_checkpoint()
+            if set(self.stages) - {"checkpoint"}:
+                self._compare()
         return self.outcomes
 
     def _add(self, outcome: StageOutcome) -> None:
@@ -91,7 +100,7 @@ class StepReplay:
             self._compare_rewards(rows, None)
             return
 
-        history = self._loaded()
+        history = self._loaded(min([self.step - 1, *self._versions]))
         if history is None:
             return
         played: PlayedAgain | None = None
@@ -118,13 +127,22 @@ class StepReplay:
         stops = stop_token_ids(history.policy.model, load_tokenizer(self._config.model))
         return play_again(self.recorded, self._config, rows, stops)
 
-    def _loaded(self) -> WeightHistory | None:
-        """Returns the models of the oldest version that is needed; None if their checkpoint is
+    def _compare_checkpoint(self) -> None:
+        """Compares the weights in the checkpoint of the step. A collective."""
+        history = self._loaded(self.step)
+        if history is None:
+            return
+        if history.policy.step < self.step:
+            self._add(StageOutcome("checkpoint", "not compared", "the step has none"))
+            return
+        recorded = self._record.weights_at(self.step)
+        what = f"the weights in {history.origin}"
+        self._add(compare_checksums("checkpoint", what, recorded, history.policy.digest()))
+
+    def _loaded(self, first: int) -> WeightHistory | None:
+        """Returns the models of the newest checkpoint of at most the step `first`; None if it is
         damaged. A collective.
         """
-        first = self.step - 1
-        if "completions" in self.stages:
-            first = min([first, *sampling_versions(self.recorded)])
         history = WeightHistory(self._record, self.run_dir, self._config, self._ranks, first=first)
         changed = history.changed_file()
         if not changed:
@@ -165,7 +183,6 @@ class StepReplay:
         each version samples its completions again. Returns whether the weights are those of the
         run. A collective.
         """
-        versions = sampling_versions(self.recorded) if "completions" in self.stages else []
         begun = history.policy.step
         again: Reexecuted | None = None
         while True:
@@ -176,7 +193,7 @@ class StepReplay:
                 self._add(outcome)
             if outcome.state == "differs":
                 return False
-            if step in versions:
+            if step in self._versions:
                 watchdog.at(f"sampling the completions of version {step} again")
                 completions.take(history.policy)
             if is_last:

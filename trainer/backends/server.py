@@ -44,6 +44,15 @@ class _LargeFile(FileResponse):
     chunk_size = 1 << 20
 
 
+def _sent(path: pathlib.Path) -> Response:
+    """Returns the response with a file."""
+    kind = "application/octet-stream"
+    if path.stat().st_size > _LargeFile.chunk_size:
+        return _LargeFile(path, media_type=kind)
+    # It was written just now: reading it takes less than the threads that read a large file.
+    return Response(path.read_bytes(), media_type=kind)
+
+
 def create_trainer_app(
     board: WeightBoard, metrics: Metrics, dashboard: LiveDashboard | None = None
 ) -> FastAPI:
@@ -93,9 +102,9 @@ def create_trainer_app(
         "/weights/{version}/files/{name}",
         **described(answer=_FILE, writes=("application/octet-stream",), fails=(404,)),
     )
-    async def weight_file(version: Annotated[int, Path(ge=0)], name: str) -> FileResponse:
+    async def weight_file(version: Annotated[int, Path(ge=0)], name: str) -> Response:
         """One file of a weight version."""
-        return _LargeFile(board.file(version, name), media_type="application/octet-stream")
+        return _sent(board.file(version, name))
 
     @app.post("/workers/{name}")
     async def report(name: str, body: WorkerReport) -> dict[str, str]:
@@ -162,6 +171,8 @@ class BackgroundServer:
         except (Exception, SystemExit):
             log.critical("the thread of the trainer's HTTP server died", exc_info=True)
         if not self._server.should_exit:
+            for server in getattr(self._server, "servers", []):
+                server.close()  # it would accept connections that nobody answers
             self._died()
 
     def __enter__(self) -> "BackgroundServer":

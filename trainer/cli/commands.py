@@ -1,10 +1,8 @@
-"""Shared parts of `trainer.train_math` and `trainer.evaluate_model`: arguments from fields, and
-data sets.
-"""
+"""Shared parts of `rlhf train` and `rlhf eval`: arguments from fields, and data sets."""
 
 import argparse
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
@@ -12,6 +10,7 @@ from typing import Any, get_args
 
 from pydantic.fields import FieldInfo
 
+from common import Json
 from common.errors import ConfigError, ServiceError
 from common.process.cli import CommandParser
 from common.prompts.templates import check_prompts
@@ -20,10 +19,10 @@ from common.settings.sections import DataSection
 from common.settings.sources import read_text
 from common.wire.schemas import Prompt
 from services.data.loaders import loader_of
-from trainer.api.refusals import with_names
+from trainer.api.refusals import Given, Names, with_names
 
+# An item of `TrainerConfig.settings`, which is an argument of `--set`.
 _SETTING = re.compile(r'settings\["(.+)"\]')
-"""An item of `TrainerConfig.settings`, which is an argument of `--set`."""
 DATASETS = (
     "gsm8k or math (from the Hugging Face hub), tiny (generated on the spot), or the path of a "
     "file or directory"
@@ -48,7 +47,7 @@ def add_fields(
         text = " ".join((field.description or "").split())
         if default not in (None, "", False):
             text += f" (default {default})"
-        options: dict[str, Any] = {
+        options: Json = {
             "dest": name,
             "default": argparse.SUPPRESS,
             "help": text.replace("%", "%%"),
@@ -121,7 +120,7 @@ def problems(
     return found
 
 
-def data_section(source: str, settings: Mapping[str, Any] = MappingProxyType({})) -> DataSection:
+def data_section(source: str, settings: Given = MappingProxyType({})) -> DataSection:
     """Returns the settings of a data set. Raises ConfigError for settings that are wrong or not
     read by `source`.
     """
@@ -129,7 +128,7 @@ def data_section(source: str, settings: Mapping[str, Any] = MappingProxyType({})
 
 
 @contextmanager
-def argument_names(flags: Mapping[str, str]) -> Iterator[None]:
+def argument_names(flags: Names) -> Iterator[None]:
     """Names the command's argument in an error inside the block: as its field, and for the other
     settings that it mentions.
 

@@ -4,11 +4,10 @@ problem by problem.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
-from typing import Any
 
+import msgspec
 from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
@@ -29,7 +28,7 @@ from trainer.observe.run_dir import no_step
 _EPILOG = """\
 examples:
   rlhf compare runs/first runs/second
-  rlhf compare runs/sweep             # every run below a directory
+  rlhf compare runs/rates             # every run below a directory
   rlhf compare runs/first runs/second --step 40
 
 Every run is compared with the first, on the problems that both evaluations hold. A comparison is
@@ -40,21 +39,50 @@ mean of differences.
 _NONE = "–"
 
 
-@dataclass(frozen=True)
-class Evaluated:
-    """One evaluation of a run."""
+class RecordedAnswer(msgspec.Struct):
+    """The greedy answer to a problem, as `evaluations.jsonl` has it; earlier versions lack
+    fields.
+    """
+
+    prompt_id: str
+    prompt: str = ""
+    ground_truth: str = ""
+    response: str = ""
+    correct: bool | None = None
+    """None for an answer without a verdict."""
+    reward: float | None = None
+
+
+class RecordedEvaluation(msgspec.Struct):
+    """A line of `evaluations.jsonl`."""
 
     step: int
-    verdicts: Mapping[str, bool | None]
-    """Whether the greedy answer to each problem is right, by the problem's id; None for an answer
-    without a verdict."""
-    rewards: Mapping[str, float]
-    """The reward of each of these answers."""
+    answers: list[RecordedAnswer] = []
+
+    @property
+    def verdicts(self) -> dict[str, bool | None]:
+        """Whether each answer is right, by the problem's id."""
+        return {answer.prompt_id: answer.correct for answer in self.answers}
+
+    @property
+    def rewards(self) -> dict[str, float]:
+        """The rewards of the answers that have one, by the problem's id."""
+        found = {answer.prompt_id: answer.reward for answer in self.answers}
+        return {prompt_id: reward for prompt_id, reward in found.items() if reward is not None}
 
     @property
     def graded(self) -> list[bool]:
         """The verdicts that there are."""
-        return [verdict for verdict in self.verdicts.values() if verdict is not None]
+        return [answer.correct for answer in self.answers if answer.correct is not None]
+
+
+def recorded_evaluations(run_dir: Path) -> Iterator[RecordedEvaluation]:
+    """Yields the evaluations of a run; damaged lines are left out."""
+
+    def decoded(line: bytes) -> RecordedEvaluation:
+        return msgspec.convert(parsed(line), RecordedEvaluation)
+
+    return JsonlReader(run_dir / "evaluations.jsonl", decoded).read()
 
 
 def parser() -> CommandParser:
@@ -82,7 +110,7 @@ def main(argv: list[str] | None = None) -> None:
     step.
     """
     arguments = parser().parse_args(argv)
-    # `runs/sweep/*` also names the file of the sweep.
+    # `runs/*` may also name a file.
     directories = [path for path in arguments.run_dirs if not path.is_file()]
     runs = RunList(directories or arguments.run_dirs)()
     if all(each.summary().step is None for each in runs):
@@ -111,8 +139,7 @@ def compare(runs: Sequence[RunReader], console: Console, step: int | None = None
         )
     console.print("runs", style="italic")
     for number, summary in enumerate(summaries, start=1):
-        line = f"{number:>4}  {summary.name}"
-        console.print(line, highlight=False, markup=False, soft_wrap=True)
+        console.print(f"{number:>4}  {summary.name}", highlight=False, markup=False, soft_wrap=True)
     console.print(_results(summaries, evaluations))
     different = _differing_settings(runs, summaries)
     if different:
@@ -121,27 +148,13 @@ def compare(runs: Sequence[RunReader], console: Console, step: int | None = None
         console.print(_paired(evaluations))
 
 
-def evaluated(run_dir: Path, step: int | None) -> Evaluated | None:
+def evaluated(run_dir: Path, step: int | None) -> RecordedEvaluation | None:
     """Returns the newest evaluation of a run, or that of `step`; None without one."""
     found = None
-    for line in JsonlReader(run_dir / "evaluations.jsonl", parsed).read():
-        at = line.get("step")
-        if isinstance(at, int) and step in (None, at):
-            answers = list(_answers(line.get("answers")))
-            verdicts = {answer["prompt_id"]: answer.get("correct") for answer in answers}
-            rewards = {
-                answer["prompt_id"]: float(answer["reward"])
-                for answer in answers
-                if isinstance(answer.get("reward"), int | float)
-            }
-            found = Evaluated(step=at, verdicts=verdicts, rewards=rewards)
+    for evaluation in recorded_evaluations(run_dir):
+        if step in (None, evaluation.step):
+            found = evaluation
     return found
-
-
-def _answers(answers: object) -> Iterator[dict[str, Any]]:
-    for answer in answers if isinstance(answers, list) else []:
-        if isinstance(answer, dict) and isinstance(answer.get("prompt_id"), str):
-            yield answer
 
 
 def plain_table(title: str, columns: Sequence[str]) -> Table:
@@ -156,7 +169,9 @@ def plain_table(title: str, columns: Sequence[str]) -> Table:
     return table
 
 
-def _results(summaries: Sequence[RunSummary], evaluations: Sequence[Evaluated | None]) -> Table:
+def _results(
+    summaries: Sequence[RunSummary], evaluations: Sequence[RecordedEvaluation | None]
+) -> Table:
     columns = ["run", "state", "steps", "reward", "evaluated", "held-out", "time"]
     table = plain_table("results; reward: in training, mean of the last 10 steps", columns)
     for number, (summary, evaluation) in enumerate(
@@ -175,7 +190,7 @@ def _results(summaries: Sequence[RunSummary], evaluations: Sequence[Evaluated | 
     return table
 
 
-def _held_out(evaluation: Evaluated | None) -> str:
+def _held_out(evaluation: RecordedEvaluation | None) -> str:
     """Returns the accuracy with its interval; the mean reward where answers have no verdicts."""
     if evaluation is None or not (evaluation.graded or evaluation.rewards):
         return _NONE
@@ -222,7 +237,7 @@ def _settings_table(different: Mapping[str, Sequence[str]], num_runs: int) -> Ta
     return table
 
 
-def _paired(evaluations: Sequence[Evaluated | None]) -> Table:
+def _paired(evaluations: Sequence[RecordedEvaluation | None]) -> Table:
     columns = ["run", "problems", "difference", "95 % interval", "p", "gained", "lost"]
     table = plain_table("held-out answers beside those of run 1", columns)
     for number, evaluation in enumerate(evaluations[1:], start=2):
@@ -230,7 +245,7 @@ def _paired(evaluations: Sequence[Evaluated | None]) -> Table:
     return table
 
 
-def _difference(own: Evaluated | None, baseline: Evaluated | None) -> list[str]:
+def _difference(own: RecordedEvaluation | None, baseline: RecordedEvaluation | None) -> list[str]:
     """Compares two evaluations on the problems that both have a verdict on, or else a reward;
     returns the cells of the table.
     """

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from common.process.cli import CommandParser, run
 from common.process.security import SecretRedactor
+from trainer.cli.commands import run_parser
 from trainer.diagnosis.find import find
 from trainer.diagnosis.live import collect
 from trainer.diagnosis.report import as_json, lines, text
@@ -29,8 +30,7 @@ API_TOKEN of the environment, or the one that jobgroup.local wrote beside its lo
 def parser() -> CommandParser:
     """Returns the command line."""
     usage = "RUN_DIR [--all] [--json] [--logs DIR]"
-    made = CommandParser("rlhf diagnose", __doc__ or "", usage, _EPILOG)
-    made.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="directory of a run")
+    made = run_parser("rlhf diagnose", __doc__ or "", usage, _EPILOG)
     made.add_argument("--all", action="store_true", help="also every rank's stacks and the logs")
     made.add_argument("--json", action="store_true", help="one JSON object instead of lines")
     made.add_argument(

@@ -3,12 +3,14 @@
 import json
 import os
 import socket
+from argparse import Namespace
 from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
+from common import Json
 from common.errors import ConfigError, shorten
 from common.models.hub import check_model
 from common.process.cli import CommandParser, positive, run
@@ -35,10 +37,11 @@ A comparison is paired: both models answer the same problems, and only those on 
 count. When the
 interval does not contain 0, the difference is more than chance.
 """
+# Seconds to wait for a connection to the server.
 _CONNECT_S = 4.0
-"""Seconds to wait for a connection to the server."""
+# Problems that are shown of those that only one model has right.
 _SHOWN = 10
-"""Problems that are shown of those that only one model has right."""
+# The argument for each name that the Python API and the loaders use.
 _ARGUMENTS = {
     "model": "--model",
     "api_key": "--api-key-env",
@@ -53,13 +56,12 @@ _ARGUMENTS = {
     "model.name": "--model",
     "device": "--device",
 }
-"""The argument for each name that the Python API and the loaders use."""
+# Settings that an evaluation reads besides those of the data.
 _READ = ("sampling.", "model.chat_template", "model.trust_remote_code")
-"""Settings that an evaluation reads besides those of the data."""
 
 
+# Problems that are answered when their number is not given.
 _AT_MOST = 50
-"""Problems that are answered when their number is not given."""
 
 
 def parser() -> CommandParser:
@@ -159,14 +161,14 @@ def parser() -> CommandParser:
 
 def main(argv: list[str] | None = None) -> None:
     """Evaluates, compares and prints. Raises ServiceError when that fails."""
-    arguments = vars(parser().parse_args(argv))
+    arguments = parser().parse_args(argv)
     with argument_names(_ARGUMENTS):
         _compare(arguments)
 
 
-def _compare(arguments: dict[str, Any]) -> None:
+def _compare(arguments: Namespace) -> None:
     """Checks the arguments before anything heavy is imported, then evaluates."""
-    output: Path | None = arguments["output_file"]
+    output: Path | None = arguments.output_file
     if output is not None and (output.is_dir() or not output.parent.is_dir()):
         raise ConfigError(
             "this is a directory" if output.is_dir() else "there is no such directory",
@@ -176,19 +178,19 @@ def _compare(arguments: dict[str, Any]) -> None:
         )
     data = _read_settings(arguments)
     _check_models(arguments)
-    found = problems(data, arguments["split"], arguments["num_samples"])
-    dataset = found if arguments["num_samples"] else found[:_AT_MOST]
+    found = problems(data, arguments.split, arguments.num_samples)
+    dataset = found if arguments.num_samples else found[:_AT_MOST]
     if len(dataset) < len(found):
         told = f"the first {len(dataset)} of {len(found)} held-out problems"
         print(f"{told}; --num-samples {len(found)} answers all", flush=True)
 
-    first = _evaluate(arguments["model"], dataset, arguments)
-    report: dict[str, Any] = {**first}
+    first = _evaluate(arguments.model, dataset, arguments)
+    report: Json = {**first}
     texts = [_summary(first)]
-    if arguments["compare"]:
+    if arguments.compare:
         from trainer.evaluation.results import compare_evaluations
 
-        second = _evaluate(arguments["compare"], dataset, arguments)
+        second = _evaluate(arguments.compare, dataset, arguments)
         difference = compare_evaluations(first, second)
         texts += [_summary(second), _comparison(difference, first, second)]
         report["compare"] = {**second}
@@ -199,14 +201,14 @@ def _compare(arguments: dict[str, Any]) -> None:
     print("\n\n".join(texts))
 
 
-def _check_models(arguments: dict[str, Any]) -> None:
+def _check_models(arguments: Namespace) -> None:
     """Checks that models and servers exist, and that nothing is given which needs a server."""
-    models = {"--model": arguments["model"], "--compare": arguments["compare"]}
+    models = {"--model": arguments.model, "--compare": arguments.compare}
     given = {flag: model for flag, model in models.items() if model}
     local = {flag: model for flag, model in given.items() if not _served(model)}
     for flag, model in given.items():
         if _served(model):
-            _key(arguments["api_key_env"])
+            _key(arguments.api_key_env)
             _check_server(flag, model)
         elif "://" in model:
             raise ConfigError(
@@ -215,20 +217,20 @@ def _check_models(arguments: dict[str, Any]) -> None:
                 value=model,
                 remedy="write http://HOST:PORT/v1 or https://HOST:PORT/v1, or name a directory",
             )
-    if local and arguments["device"] == "cuda":
+    if local and arguments.device == "cuda":
         refuse_cpu_build("--device", "cuda", "set it to cpu to compute on the CPU")
     for name in ("tokenizer", "model_id", "api_key_env"):
-        if arguments[name] is not None and len(local) == len(given):
+        if getattr(arguments, name) is not None and len(local) == len(given):
             raise ConfigError(
                 "this argument is only for a server, and the model is local",
                 field=f"--{name.replace('_', '-')}",
-                value=arguments[name],
+                value=getattr(arguments, name),
                 remedy="leave it out, or give the URL of a server as --model",
             )
     for flag, model in local.items():
         check_model(model, flag, is_policy=True)
-    if arguments["tokenizer"]:
-        check_model(arguments["tokenizer"], "--tokenizer")
+    if arguments.tokenizer:
+        check_model(arguments.tokenizer, "--tokenizer")
 
 
 def _check_server(flag: str, url: str) -> None:
@@ -246,13 +248,13 @@ def _check_server(flag: str, url: str) -> None:
         ) from None
 
 
-def _read_settings(arguments: dict[str, Any]) -> DataSection:
+def _read_settings(arguments: Namespace) -> DataSection:
     """Returns the settings of the data, and leaves those of prompts and sampling in `arguments`.
     Raises ConfigError for any other setting or a wrong value.
     """
-    data: dict[str, Any] = {}
-    settings: dict[str, Any] = {}
-    for name, value in arguments.pop("set"):
+    data: Json = {}
+    settings: Json = {}
+    for name, value in arguments.set:
         if name in _ARGUMENTS or not name.startswith(("data.", *_READ)):
             raise ConfigError(
                 "an evaluation does not read this setting",
@@ -262,35 +264,35 @@ def _read_settings(arguments: dict[str, Any]) -> DataSection:
                 "data.prompt_field=question",
             )
         (data if name.startswith("data.") else settings)[name] = value
-    temperature = {"sampling.temperature": arguments["temperature"]}
+    temperature = {"sampling.temperature": arguments.temperature}
     from_mapping({"rollout.engine": "embedded", **settings, **temperature})
-    section = data_section(arguments["dataset"], data)
+    section = data_section(arguments.dataset, data)
     if section.prompt_template:
         settings["data.prompt_template"] = section.prompt_template
-    arguments["settings"] = settings
+    arguments.settings = settings
     return section
 
 
-def _evaluate(model: str, dataset: list[Any], arguments: dict[str, Any]) -> "EvaluationResults":
+def _evaluate(model: str, dataset: list[Any], arguments: Namespace) -> "EvaluationResults":
     with heavy_imports():
         from services.reward.functions import MathRewardFunction
         from trainer.api.evaluator import ModelEvaluator
 
     same = ("system_prompt", "max_new_tokens", "temperature", "seed", "concurrency", "device")
-    of_server: dict[str, Any] = {}
+    of_server: Json = {}
     if _served(model):
         of_server = {
-            "tokenizer": arguments["tokenizer"],
-            "model_id": arguments["model_id"],
-            "api_key": _key(arguments["api_key_env"]),
+            "tokenizer": arguments.tokenizer,
+            "model_id": arguments.model_id,
+            "api_key": _key(arguments.api_key_env),
         }
     evaluator = ModelEvaluator(
         model,
-        **{name: arguments[name] for name in (*same, "dtype", "settings")},
+        **{name: getattr(arguments, name) for name in (*same, "dtype", "settings")},
         **of_server,
     )
     with closing(MathRewardFunction()) as reward:
-        return evaluator.evaluate(dataset, reward, arguments["k"])
+        return evaluator.evaluate(dataset, reward, arguments.k)
 
 
 def _served(model: str) -> bool:

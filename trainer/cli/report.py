@@ -14,10 +14,11 @@ from common import Json
 from common.errors import ServiceError
 from common.process.cli import CommandParser, run
 from common.process.storage import storing
+from trainer.cli.commands import run_parser
+from trainer.cli.compare import recorded_evaluations
 from trainer.dashboard.app import STATIC
 from trainer.dashboard.runs import RunReader
 from trainer.observe.group_files import read_group, recorded_steps
-from trainer.observe.jsonl import JsonlReader, parsed
 from trainer.observe.run_dir import check_run
 
 _EPILOG = """\
@@ -25,17 +26,17 @@ examples:
   rlhf report runs/my-run                    # writes runs/my-run/report.html
   rlhf report runs/my-run --output mine.html
 """
+# JavaScript modules of the page, each after those it imports.
 _MODULES = ("dom", "address", "data", "charts", "runs", "overview", "settings", "report")
-"""JavaScript modules of the page, each after those it imports."""
+# Points of a chart, which keep a report below 1 MB whatever the length of the run.
 _POINTS = 300
-"""Points of a chart, which keep a report below 1 MB whatever the length of the run."""
 _SHOWN_ANSWERS = 6
 _SHOWN_SAMPLES = 4
+# Number of groups of the newest step from which samples are chosen.
 _LOOKED_AT = 16
-"""Number of groups of the newest step from which samples are chosen."""
 _SHOWN_NOTES = 200
+# Characters shown of a model's text; the run directory has the rest.
 _SHOWN_CHARS = 4000
-"""Characters shown of a model's text; the run directory has the rest."""
 _PAGE = """<!doctype html>
 <html lang="en">
 <head>
@@ -61,10 +62,7 @@ script-src 'unsafe-inline'; style-src 'unsafe-inline'">
 
 def parser() -> CommandParser:
     """Returns the command line."""
-    made = CommandParser("rlhf report", __doc__ or "", "RUN_DIR [--output FILE]", _EPILOG)
-    made.add_argument(
-        "run_dir", type=Path, metavar="RUN_DIR", help="directory of a run, finished or not"
-    )
+    made = run_parser("rlhf report", __doc__ or "", "RUN_DIR [--output FILE]", _EPILOG)
     made.add_argument(
         "--output", type=Path, metavar="FILE", help="where to write (default RUN_DIR/report.html)"
     )
@@ -106,7 +104,7 @@ def report(shown: RunReader) -> str:
         "facts": shown.facts(),
         "series": series,
         "notes": shown.notes()[-_SHOWN_NOTES:],
-        "answers": _answers(shown.directory / "evaluations.jsonl"),
+        "answers": _answers(shown.directory),
         "samples": _samples(shown.directory),
         "problems": shown.problems,
     }
@@ -176,42 +174,31 @@ def _module(name: str) -> str:
     return re.sub(r"^export ", "", source, flags=re.MULTILINE)
 
 
-def _answers(path: Path) -> list[Json]:
+def _answers(run_dir: Path) -> list[Json]:
     """Returns answers of the first and the last evaluation to the same problems, those with a
     changed verdict first.
     """
-    lines = JsonlReader(path, parsed).read()
-    first = next(lines, {})
+    lines = recorded_evaluations(run_dir)
+    first = next(lines, None)
     newest = deque(lines, maxlen=1)
-    before = _answers_by_prompt(first)
-    after = _answers_by_prompt(newest[0] if newest else {})
-    changed: list[Json] = []
-    same: list[Json] = []
-    for prompt_id, old in before.items():
-        if prompt_id not in after:
-            continue
-        new = after[prompt_id]
-        shown = {
-            "prompt": _cut(str(old["prompt"])),
-            "ground_truth": _cut(str(old["ground_truth"])),
-            "before": _cut(str(old["response"])),
-            "was_right": old["correct"],
-            "after": _cut(str(new["response"])),
-            "is_right": new["correct"],
-        }
-        (same if old["correct"] == new["correct"] else changed).append(shown)
-    return [*changed, *same][:_SHOWN_ANSWERS]
-
-
-def _answers_by_prompt(evaluation: Json) -> dict[str, Json]:
-    """Returns the complete answers of an evaluation by the id of the prompt."""
-    fields = {"prompt_id", "prompt", "ground_truth", "response", "correct"}
-    answers = evaluation.get("answers")
-    found = {}
-    for answer in answers if isinstance(answers, list) else []:
-        if isinstance(answer, dict) and fields <= answer.keys():
-            found[answer["prompt_id"]] = answer
-    return found
+    if first is None or not newest:
+        return []
+    after = {answer.prompt_id: answer for answer in newest[0].answers}
+    answers: list[Json] = []
+    for old in first.answers:
+        new = after.get(old.prompt_id)
+        if new is not None:
+            shown = {
+                "prompt": _cut(old.prompt),
+                "ground_truth": _cut(old.ground_truth),
+                "before": _cut(old.response),
+                "was_right": old.correct,
+                "after": _cut(new.response),
+                "is_right": new.correct,
+            }
+            answers.append(shown)
+    answers.sort(key=lambda shown: shown["was_right"] == shown["is_right"])
+    return answers[:_SHOWN_ANSWERS]
 
 
 if __name__ == "__main__":

@@ -93,8 +93,8 @@ def make_model(vocab_size: int, eos: int, pad: int) -> Qwen2ForCausalLM:
 
 Row = tuple[list[int], list[int]]
 """Token ids, and their labels: the token itself, or -100 if it is not learned."""
+# Token ids of one problem: prompt, solution, bare answer.
 _Example = tuple[list[int], list[int], list[int]]
-"""Token ids of one problem: prompt, solution, bare answer."""
 
 
 def _encode(tokenizer: PreTrainedTokenizerFast, problem: TinyProblem) -> _Example:

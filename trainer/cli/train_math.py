@@ -1,11 +1,11 @@
 """Trains a model on math problems in this process."""
 
 import shlex
-from collections.abc import Mapping
+from argparse import Namespace
 from contextlib import closing
 from pathlib import Path
-from typing import Any
 
+from common import Json
 from common.errors import ConfigError
 from common.models.hub import check_model
 from common.process.cli import CommandParser, count, positive, run
@@ -13,6 +13,7 @@ from common.process.imports import heavy_imports
 from common.process.storage import make_directory
 from common.process.topology import refuse_cpu_build
 from trainer.api.output import check_output
+from trainer.api.refusals import Given
 from trainer.api.settings import TrainerConfig
 from trainer.cli.commands import (
     DATASETS,
@@ -53,11 +54,12 @@ _FLAGS = {
     "trainer_type": "--trainer",
     "ref_model_name_or_path": "--ref-model",
 }
+# Fields that have other arguments, concern several reward functions, or are secret.
 _NOT_HERE = ("settings", "verbose", "reward_weights", "generation_kwargs", "hub_token")
-"""Fields that have other arguments, concern several reward functions, or are secret."""
 _FIELDS = {
     name: field for name, field in TrainerConfig.model_fields.items() if name not in _NOT_HERE
 }
+# The argument for each name that the Python API and the loaders use.
 _ARGUMENTS = {
     **{name: f"--{name.replace('_', '-')}" for name in _FIELDS},
     **_FLAGS,
@@ -67,7 +69,6 @@ _ARGUMENTS = {
     "data.source": "--dataset",
     "data.num_samples": "--num-samples",
 }
-"""The argument for each name that the Python API and the loaders use."""
 
 
 def parser() -> CommandParser:
@@ -120,36 +121,36 @@ def parser() -> CommandParser:
 
 def main(argv: list[str] | None = None) -> None:
     """Trains and saves a model. Raises ServiceError when that fails."""
-    arguments = vars(parser().parse_args(argv))
+    arguments = parser().parse_args(argv)
     with argument_names(_ARGUMENTS):
         _train(arguments)
 
 
-def _train(arguments: dict[str, Any]) -> None:
+def _train(arguments: Namespace) -> None:
     """Checks the arguments before anything heavy is imported, then trains."""
-    settings: dict[str, Any] = {}
-    data_settings: dict[str, Any] = {}
-    for name, value in dict(arguments["set"]).items():
+    settings: Json = {}
+    data_settings: Json = {}
+    for name, value in dict(arguments.set).items():
         # The data is loaded here; only the curriculum and the template belong to the run.
         is_data = name.startswith("data.") and name != "data.curriculum"
         (data_settings if is_data else settings)[name] = value
     if "data.prompt_template" in data_settings:
         settings["data.prompt_template"] = data_settings["data.prompt_template"]
-    fields = {name: arguments[name] for name in _FIELDS if name in arguments}
+    fields = {name: value for name, value in vars(arguments).items() if name in _FIELDS}
     fields["settings"] = settings
-    fields["verbose"] = not arguments["quiet"]
-    if arguments["resume"] and fields.get("output_dir") is None:
+    fields["verbose"] = not arguments.quiet
+    if arguments.resume and fields.get("output_dir") is None:
         raise ConfigError(
             "--resume needs the directory of the run",
             field="--resume",
             value=True,
             remedy="name it with --output-dir",
         )
-    save_to = arguments["save_to"]
+    save_to = arguments.save_to
     config = TrainerConfig(**fields)
-    data = data_section(arguments["dataset"], data_settings)
+    data = data_section(arguments.dataset, data_settings)
     if config.output_dir is not None:
-        check_output(config.output_dir, arguments["resume"] or config.overwrite_output_dir)
+        check_output(config.output_dir, arguments.resume or config.overwrite_output_dir)
     if save_to is not None:
         make_directory(save_to, "--save-to")
     check_model(config.model_name_or_path, "model_name_or_path", is_policy=True)
@@ -157,11 +158,9 @@ def _train(arguments: dict[str, Any]) -> None:
         check_model(config.ref_model_name_or_path, "ref_model_name_or_path", needs_weights=True)
     if config.use_gpu:
         refuse_cpu_build("use_gpu", True, "leave it out to train on the CPU")
-    train = problems(
-        data, data.train_split, arguments["num_samples"], seed=config.seed, shuffle=True
-    )
+    train = problems(data, data.train_split, arguments.num_samples, seed=config.seed, shuffle=True)
     config.check_steps(len(train))
-    held_out = arguments["eval_samples"]
+    held_out = arguments.eval_samples
     test = problems(data, data.eval_split, None)[:held_out] if held_out > 0 else None
 
     if config.verbose:
@@ -175,12 +174,12 @@ def _train(arguments: dict[str, Any]) -> None:
 
     with closing(MathRewardFunction()) as reward:
         trainer = OnlineRLTrainer(config, reward, train, test)
-        trainer.train(resume_from_checkpoint=arguments["resume"])
+        trainer.train(resume_from_checkpoint=arguments.resume)
     saved = trainer.save_model(save_to or trainer.output_dir / "final")
     print(f"model:      {saved}")
     if config.verbose:
         command = evaluation(
-            config, saved, arguments["dataset"], data_settings, num_samples=len(test or ())
+            config, saved, arguments.dataset, data_settings, num_samples=len(test or ())
         )
         print(f"evaluate:   {command}")
 
@@ -189,7 +188,7 @@ def evaluation(
     config: TrainerConfig,
     saved: Path,
     dataset: str,
-    data_settings: Mapping[str, Any],
+    data_settings: Given,
     num_samples: int = 0,
 ) -> str:
     """Returns the command that evaluates the trained model on the first `num_samples` held-out

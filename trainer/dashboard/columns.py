@@ -5,14 +5,12 @@ import io
 import math
 from array import array
 from bisect import bisect_left, bisect_right
-from collections.abc import Mapping
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from common import Json
-from trainer.trackers.base import numbers
+from trainer.trackers.base import Numbers, Record, numbers
 
 MAX_COLUMNS = 500
 """Maximum number of columns, far above what any version writes; others are dropped."""
@@ -20,7 +18,7 @@ TOKENS = "tokens_total"
 """Column of the total trained tokens since the start."""
 
 
-def step_numbers(line: Mapping[str, Any]) -> dict[str, float]:
+def step_numbers(line: Record) -> Numbers:
     """Returns the numbers of a line of `metrics.jsonl`; `{"update": {"loss": 1}}` becomes
     `update.loss`.
 
@@ -55,7 +53,7 @@ class Columns:
     def __len__(self) -> int:
         return len(self.steps)
 
-    def append(self, step: int, line: Mapping[str, Any]) -> None:
+    def append(self, step: int, line: Record) -> None:
         """Appends the row of a line after removing an earlier attempt's rows from this step on."""
         row = step_numbers(line)
         kept = bisect_left(self.steps, step)
@@ -79,7 +77,7 @@ class Columns:
             return np.full(len(self), math.nan)
         return np.array(self._columns[name], np.float64)
 
-    def row(self, step: int) -> dict[str, float]:
+    def row(self, step: int) -> Numbers:
         """Returns the numbers of a step; empty when there is no such step."""
         place = bisect_left(self.steps, step)
         if place == len(self) or self.steps[place] != step:

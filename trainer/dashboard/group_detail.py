@@ -9,6 +9,7 @@ from trainer.dashboard.tokens import TokenTexts
 from trainer.observe.group_files import read_group
 
 _GROUP = ("id", "prompt_id", "prompt", "ground_truth", "epoch", "position", "metadata")
+# What is passed on as it is.
 _COMPLETION = (
     "text",
     "token_ids",
@@ -19,7 +20,6 @@ _COMPLETION = (
     "mask",
     "episode",
 )
-"""What is passed on as it is."""
 
 
 def group_detail(run_dir: Path, row: Json, texts: TokenTexts | ServiceError) -> Json:
@@ -91,16 +91,15 @@ def _content(run_dir: Path, row: Json) -> Json:
     step = row["step"]
     try:
         content = read_group(run_dir, step, row["place"])
-    except ServiceError as error:
-        content = None
-        why = f"{error.message} ({error.value})"
-    else:
-        why = f"the file of step {step} belongs to another attempt"
         if content is None:
             removed = "it was removed to make room (trainer.keep_groups_mb)"
             why = f"groups/ has no file of step {step}: {removed}, is not written yet, or never was"
-    if content is not None and content["id"] == row["id"]:
-        return content
+        elif content["id"] == row["id"]:
+            return content
+        else:
+            why = f"the file of step {step} belongs to another attempt"
+    except ServiceError as error:
+        why = f"{error.message} ({error.value})"
     raise NotFound(
         f"the group is known, but its content is not: {why}",
         code="evicted",

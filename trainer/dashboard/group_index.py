@@ -40,6 +40,7 @@ INSERT INTO groups VALUES (
 )
 """
 _FROM = "FROM groups LEFT JOIN prompts USING (prompt_id)"
+# Marks of completions that were not graded or not finished, and of groups that lack episodes.
 _ENDINGS = (
     "unparsable",
     "unevaluated",
@@ -51,7 +52,8 @@ _ENDINGS = (
     "aborted",
     "lost",
 )
-"""Marks of completions that were not graded or not finished, and of groups that lack episodes."""
+# Reasons of drops (each also `dropped`), and marks of other groups; `regraded`: `rlhf regrade`
+# gives an answer another grade.
 _MARKS = (
     "dropped",
     "generation",
@@ -62,11 +64,9 @@ _MARKS = (
     "regraded",
     *_ENDINGS,
 )
-"""Reasons of drops (each also `dropped`), and marks of other groups; `regraded`: `rlhf regrade`
-gives an answer another grade."""
 Whole = Annotated[int, Field(ge=0, lt=2**53)]
+# What the page gets of a group.
 _Row = Json
-"""What the page gets of a group."""
 
 
 class Query(BaseModel):

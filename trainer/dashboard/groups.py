@@ -18,8 +18,8 @@ from trainer.dashboard.run_list import Runs, run_at
 from trainer.dashboard.runs import RunReader
 from trainer.dashboard.tokens import TokenTexts
 
+# Time that one call spends reading new groups; the next call continues.
 _AT_ONCE_S = 0.3
-"""Time that one call spends reading new groups; the next call continues."""
 
 
 class RunGroups:

@@ -11,8 +11,8 @@ from trainer.dashboard.runs import RunReader
 from trainer.observe.run_dir import is_run, no_run
 
 _LOOK_EVERY_S = 3.0
+# How many levels below a named directory are searched for runs.
 _DEPTH = 3
-"""How many levels below a named directory are searched for runs."""
 
 
 Runs = Callable[[], list[RunReader]]

@@ -2,6 +2,8 @@
 
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -25,8 +27,8 @@ from trainer.observe.run_dir import ATTEMPTS, no_run, read_settings
 from trainer.timing import STAGES, WAITING
 from trainer.trackers.base import flatten, numbers
 
+# Number of newest steps whose mean the list of runs shows.
 _RECENT = 10
-"""Number of newest steps whose mean the list of runs shows."""
 _DIAGNOSE_EVERY_S = 5.0
 
 
@@ -89,18 +91,18 @@ class RunReader:
         self._diagnosing = threading.Lock()
         self._diagnosis: tuple[float, Diagnosis] | None = None
         self._start_over()
+        # Increases with every change.
         self._generation = 0
-        """Increases with every change."""
 
     def _start_over(self) -> None:
         self._metrics = JsonlReader(self.directory / "metrics.jsonl", parsed)
         self._evaluations = JsonlReader(self.directory / "evaluations.jsonl", parsed)
         self._attempts = JsonlReader(self.directory / ATTEMPTS, parsed)
+        # Where the prompts come from; runs of earlier versions do not say.
         self._data: str | None = None
-        """Where the prompts come from; runs of earlier versions do not say."""
         self._columns = Columns()
+        # The numbers of each evaluation.
         self._evaluated: list[Json] = []
-        """The numbers of each evaluation."""
 
     def _config(self) -> tuple[Json, str]:
         """Returns the resolved settings by name, and what is wrong with their file."""
@@ -112,12 +114,11 @@ class RunReader:
     @property
     def problems(self) -> list[str]:
         """A sentence for each missing or damaged part, and for problems that no answer solves."""
-        self._refresh()
         _, problem = self._config()
         found = [problem] if problem else []
         found += unsolvable(self.directory)
-        with self._lock:
-            if not self._columns.steps and not self._metrics.unreadable:
+        with self._newest() as columns:
+            if not columns.steps and not self._metrics.unreadable:
                 there = self._metrics.path.exists()
                 problem = "has no step yet" if there else "is missing: no step was recorded"
                 found.append(f"metrics.jsonl {problem}")
@@ -132,8 +133,7 @@ class RunReader:
     def summary(self, run: int = 0) -> RunSummary:
         problems = self.problems
         config, _ = self._config()
-        with self._lock:
-            columns = self._columns
+        with self._newest() as columns:
             newest = int(columns.steps[-1]) if columns.steps else None
             newest_time = columns.last("time")
             total_steps = columns.last("total_steps")
@@ -211,22 +211,24 @@ class RunReader:
 
     def notes(self) -> list[Json]:
         """Returns the alarms and hints of all steps, each with `step`, `kind` and `text`."""
-        self._refresh()
-        with self._lock:
-            steps = self._columns.notes.items()
+        with self._newest() as columns:
+            steps = columns.notes.items()
             return [{"step": step, **note} for step, notes in steps for note in notes]
 
     def step(self, step: int) -> Json:
         """Returns `step`, `time`, `numbers` by name and `notes` (alarms and hints in words) of a
         step. Raises NotFound.
         """
-        self._refresh()
-        with self._lock:
-            row = self._columns.row(step)
-            notes = self._columns.notes.get(step, [])
+        with self._newest() as columns:
+            row = columns.row(step)
+            notes = columns.notes.get(step, [])
         if not row:
-            remedy = "see /dashboard/api/series"
-            raise NotFound("there is no such step", field="step", value=step, remedy=remedy)
+            raise NotFound(
+                "there is no such step",
+                field="step",
+                value=step,
+                remedy="see /dashboard/api/series",
+            )
         return {"step": step, "time": row.get("time"), "numbers": row, "notes": notes}
 
     def series(self, known: int = -1, points: int = 600, first: int = 0, last: int = 2**62) -> Json:
@@ -237,11 +239,9 @@ class RunReader:
         `generation`, a number that changes with the data: only this if the caller already has the
         `known` generation.
         """
-        self._refresh()
-        with self._lock:
+        with self._newest() as columns:
             if known == self._generation:
                 return {"generation": known}
-            columns = self._columns
             reward = columns.column("reward")
             judged: Json = {"level": "none", "text": ""}
             # A run of supervised fine-tuning has steps without rewards.
@@ -255,7 +255,9 @@ class RunReader:
                 "verdict": judged,
             }
 
-    def _refresh(self) -> None:
+    @contextmanager
+    def _newest(self) -> Iterator[Columns]:
+        """Reads what was appended to the files, and holds the lock."""
         with self._lock:
             # A resumed run truncates both files: read both again.
             replaced = [reader.replaced() for reader in (self._metrics, self._evaluations)]
@@ -273,9 +275,9 @@ class RunReader:
                 self._evaluated.append(numbers(line))
             for line in self._attempts.read():
                 self._data = line.get("data")
+            yield self._columns
 
     def csv(self) -> str:
         """Returns all numbers of all steps as CSV."""
-        self._refresh()
-        with self._lock:
-            return self._columns.csv()
+        with self._newest() as columns:
+            return columns.csv()

@@ -1,21 +1,21 @@
 """Judges from the rewards of a run whether it learns, in one sentence. Pure."""
 
 import math
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from common import Json
+
+# Steps needed for a verdict.
 _FEWEST = 12
-"""Steps needed for a verdict."""
+# Standard errors of a significant difference: high, since neighbouring steps are not independent.
 _SURE = 4.0
-"""Standard errors of a significant difference: high, since neighbouring steps are not
-independent."""
+# Accuracy above which there is little left to learn.
 _SOLVED = 0.95
-"""Accuracy above which there is little left to learn."""
 
 
-def verdict(reward: NDArray[np.float64], accuracy: NDArray[np.float64]) -> dict[str, Any]:
+def verdict(reward: NDArray[np.float64], accuracy: NDArray[np.float64]) -> Json:
     """Returns `level` (`good`, `warn`, `bad`, or `none` if too early) and `text`, from [steps]
     means, NaN for none.
 

@@ -2,7 +2,8 @@
 
 import math
 from dataclasses import asdict, dataclass
-from typing import Any
+
+from common import Json
 
 PASS_K = 8
 """k of the pass@k that a run measures: answers to each problem."""
@@ -50,7 +51,7 @@ class Evaluation:
     trained_on: int = 0
     """Problems that the model was trained on."""
 
-    def summary(self) -> dict[str, Any]:
+    def summary(self) -> Json:
         """Returns all fields but the answers."""
         return {key: value for key, value in asdict(self).items() if key != "answers"}
 

@@ -5,6 +5,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from typing import Any, Protocol, TypeVar
 
+from common import Json
 from common.clients.rollout import GenerationFailed, RolloutClient
 from common.errors import ConfigError
 from common.prompts.prompter import Prompter
@@ -18,7 +19,7 @@ SEED_OFFSET = 1 << 20
 """Separates the seeds of evaluation from those of training."""
 
 
-def sampling_of(config: Config, greedy: bool) -> dict[str, Any]:
+def sampling_of(config: Config, greedy: bool) -> Json:
     """Returns temperature, bounds of the distribution and ends of an answer, by SGLang's names."""
     ends = config.sampling.stop_conditions()
     if greedy:

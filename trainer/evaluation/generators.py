@@ -36,8 +36,8 @@ from trainer.policy.scorer import load_model, load_tokenizer, quiet
 from trainer.rollouts.requests import GeneratedAnswer, sampling_seed
 
 _C = TypeVar("_C", bound=GeneratingClient)
+# Time limit for a server's first response.
 _FIRST_ANSWER_S = 15.0
-"""Time limit for a server's first response."""
 
 
 class ChatGenerator:
@@ -212,6 +212,7 @@ def _only_model(listed: Reply | None, url: str) -> str:
         message = "the server does not say which model it has"
         if ids:
             message = f"the server has the models {', '.join(ids)}"
-        remedy = "name one of its models (model_id)"
-        raise ConfigError(message, field="model_id", value=url, remedy=remedy)
+        raise ConfigError(
+            message, field="model_id", value=url, remedy="name one of its models (model_id)"
+        )
     return ids[0]

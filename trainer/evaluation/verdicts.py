@@ -13,25 +13,20 @@ class Verdicts:
     """
 
     def __init__(self, decided: bool | None) -> None:
-        self._decided = decided
-
-    @property
-    def decided(self) -> bool | None:
-        """The decision; None before the first graded answers, if these decide."""
-        return self._decided
+        self.decided = decided
 
     def of(self, verified: Iterable[bool]) -> bool:
         """Returns the decision. Where only answers can tell, the first call decides: `verified`
         says for every answer whether a verdict came with it.
         """
-        if self._decided is None:
-            self._decided = all(verified)
-        return self._decided
+        if self.decided is None:
+            self.decided = all(verified)
+        return self.decided
 
     def __str__(self) -> str:
-        if self._decided is None:
+        if self.decided is None:
             return "whether the rewards are verdicts (right or wrong), the first answers tell"
-        if self._decided:
+        if self.decided:
             return "the rewards are verdicts: accuracy is the share of right answers"
         return (
             "the rewards are not verdicts (right or wrong): reports show their mean. Functions and "

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from common.settings.config import Config
 from common.wire.schemas import Group
-from trainer.observe.catalogue import ALARMS, OWN_DEFAULTS, limits
+from trainer.observe.catalogue import ALARMS, OWN_DEFAULTS, Texts, limits
 
 if TYPE_CHECKING:
     from trainer.policy.update_metrics import UpdateMetrics
@@ -28,7 +28,7 @@ def alarms(
     config: Config,
     dropout: Collection[str] = (),
     agreement: Agreement = Agreement(),
-) -> dict[str, str]:
+) -> Texts:
     """Returns the texts of raised alarms by name; empty when there are none.
 
     Args:
@@ -97,7 +97,7 @@ def _mismatch(metrics: "UpdateMetrics", config: Config, agreement: Agreement) ->
     )
 
 
-def other_reference(kl_reference: float, config: Config) -> dict[str, str]:
+def other_reference(kl_reference: float, config: Config) -> Texts:
     """Returns the alarm about a `model.reference` that is not the model that training starts from.
 
     `kl_reference`: of the first step of a run, in nats per token.
@@ -110,7 +110,7 @@ def other_reference(kl_reference: float, config: Config) -> dict[str, str]:
     return {"reference": row.text(config, kl=kl_reference)}
 
 
-def same_prompts(groups: Sequence[Group], config: Config) -> dict[str, str]:
+def same_prompts(groups: Sequence[Group], config: Config) -> Texts:
     """Returns the alarm about different problems that the model sees as one prompt."""
     # Templates may trim white space.
     texts = {" ".join(group.prompt.split()) for group in groups}
@@ -121,9 +121,7 @@ def same_prompts(groups: Sequence[Group], config: Config) -> dict[str, str]:
     return {"same_prompts": row.text(config, problems=len(texts))}
 
 
-def refused_calls(
-    calls: int, refusal: str, rewards: Collection[float], config: Config
-) -> dict[str, str]:
+def refused_calls(calls: int, refusal: str, rewards: Collection[float], config: Config) -> Texts:
     """Returns the alarm about calls of the model that the environment-server refused to episodes.
 
     Args:

@@ -16,7 +16,7 @@ import time
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import msgspec
 import numpy as np
@@ -24,7 +24,7 @@ import torch
 from msgspec import ValidationError
 from torch import Tensor
 
-from common import VERSION
+from common import VERSION, Json
 from common.errors import ConfigError
 from common.weights.checksums import Hasher
 from common.wire.schemas import Float32
@@ -32,13 +32,14 @@ from learning.digest import digest
 from learning.ranks import Ranks
 from learning.sharding import named_tensors
 from trainer.algorithms.batch import Batch
+from trainer.observe.catalogue import Texts
 from trainer.observe.run_dir import AUDIT, append_line, damaged, read_lines
 from trainer.policy.critic import ValueFunction
 from trainer.policy.policy import Policy, PolicyUpdate
 from trainer.rollouts.requests import sampling_seed
 
+# The packages that compute what is compared.
 _PACKAGES = ("torch", "transformers", "tokenizers", "numpy", "safetensors", "peft")
-"""The packages that compute what is compared."""
 Given = Literal["prompts", "rewards", "environment"]
 """What a caller of the Python API may give in the place of settings."""
 
@@ -46,7 +47,7 @@ Given = Literal["prompts", "rewards", "environment"]
 class Setup(msgspec.Struct, kw_only=True):
     """What the bits of a result depend on, besides its inputs."""
 
-    packages: dict[str, str]
+    packages: Texts
     world_size: int
     threads: int
     """Threads of torch in a rank."""
@@ -74,7 +75,7 @@ class AuditedStart(msgspec.Struct, kw_only=True, tag_field="kind", tag="start"):
     step: int
     """The step that it continues after; 0 for a new run."""
     run_id: str
-    config: dict[str, Any]
+    config: Json
     setup: Setup
     weights: str
     """Checksum of the trained weights at `step`."""

@@ -17,6 +17,10 @@ from dataclasses import dataclass, field
 from typing import Any, Self
 
 from common.settings.config import Config
+from trainer.trackers.base import Numbers
+
+Texts = dict[str, str]
+"""The texts of alarms or hints by name."""
 
 
 class Fault(str):
@@ -227,13 +231,13 @@ _DIES = {
     "environment-server": ENVIRONMENT_DIES,
     "rollout-server": NODE_DIES,
 }
+# The other services share `SERVICE_HANGS`.
 _HANGS = {
     "environment-server": ENVIRONMENT_DIES,
     "rollout-server": AGENT_HANGS,
     "router": ENGINE_HANGS,
     "engine": ENGINE_HANGS,
 }
-"""The other services share `SERVICE_HANGS`."""
 _BY_PROBLEM: dict[str, Fault] = {
     "unknown_name": UNKNOWN_NAME,
     "unauthorized": WRONG_TOKEN,
@@ -360,13 +364,22 @@ def _same(remedy: str) -> Notice:
 
 
 def _dropped(reason: str, remedy: str) -> Notice:
-    seen = f"{{count}} groups ({{share:.0%}}) were dropped ({reason}): {remedy}"
-    return Notice(seen, "", 0.1, "of the groups", dropped=reason)
+    return Notice(
+        f"{{count}} groups ({{share:.0%}}) were dropped ({reason}): {remedy}",
+        "",
+        0.1,
+        "of the groups",
+        dropped=reason,
+    )
 
 
 def _lost(status: str, remedy: str) -> Notice:
-    seen = f"{{count}} episodes ({{share:.0%}}) were lost, mostly {status}: {remedy}"
-    return Notice(seen, "", 0.1, "of the episodes")
+    return Notice(
+        f"{{count}} episodes ({{share:.0%}}) were lost, mostly {status}: {remedy}",
+        "",
+        0.1,
+        "of the episodes",
+    )
 
 
 def _slow(seen: str, remedy: str, limit: float, **more: Any) -> Notice:
@@ -700,7 +713,7 @@ SLOW = frozenset(name for name, row in HINTS.items() if row.unit == _OF_TIME)
 """The hints that are about speed."""
 
 
-def limits(*, is_old: bool) -> dict[str, float]:
+def limits(*, is_old: bool) -> Numbers:
     """Returns the limits of the metrics of an update, by alarm. `is_old` says that an earlier
     policy sampled some of the experience.
     """

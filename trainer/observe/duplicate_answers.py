@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from common.settings.config import Config
 from common.wire.schemas import Group
-from trainer.observe.catalogue import ALARMS
+from trainer.observe.catalogue import ALARMS, Texts
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ def duplicate_answers(groups: Sequence[Group]) -> DuplicateAnswers:
     return DuplicateAnswers(copied / max(1, possible), surprise, math.exp(rarest))
 
 
-def copied_answers(found: DuplicateAnswers, config: Config) -> dict[str, str]:
+def copied_answers(found: DuplicateAnswers, config: Config) -> Texts:
     """Returns the alarm about equal answers that are no coincidence."""
     row = ALARMS["copied_answers"]
     if found.surprise < row.limit:

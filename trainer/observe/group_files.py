@@ -30,12 +30,12 @@ from trainer.observe.run_dir import DETAILS, append_line, damaged, storing_run, 
 log = logging.getLogger(__name__)
 DIRECTORY = "groups"
 LINES = "groups.jsonl"
+# The arrays that hold integers; the others hold float32.
 _INTEGERS = frozenset({"token_ids", "mask", "prompt_ids", "prompt_token_ids"})
-"""The arrays that hold integers; the others hold float32."""
+# Marks of completions by their `finish_reason`.
 _ENDINGS = {"stop": "", "length": "truncated", "abort": "aborted"}
-"""Marks of completions by their `finish_reason`."""
+# Maximum characters of a prompt in `groups.jsonl`.
 _SEARCHED_CHARS = 1000
-"""Maximum characters of a prompt in `groups.jsonl`."""
 EXCERPT_CHARS = 240
 """Characters of a completion that a list shows."""
 
@@ -113,8 +113,8 @@ class GroupRecorder:
         self._keep_bytes = keep_bytes
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="groups")
         self._writing: Future[None] | None = None
+        # File size in bytes by step, oldest first.
         self._sizes: dict[int, int] = {}
-        """File size in bytes by step, oldest first."""
         for partial in (run_dir / DIRECTORY).glob("*.partial"):
             partial.unlink()
         for number, path in sorted(recorded_steps(run_dir).items()):

@@ -14,33 +14,31 @@ numbers that its sentence names, or None when all is well:
 import math
 import statistics
 from collections.abc import Callable, Mapping, MutableSequence, Sequence
-from typing import Any
 
+from common import Json
 from common.models.memory import answers_of_pass, full_pass
 from common.settings.config import Config
-from trainer.observe.catalogue import HINTS, NEVER_ENDS, Notice
+from trainer.observe.catalogue import HINTS, NEVER_ENDS, Notice, Texts
 from trainer.timing import STAGES, WAITING
-from trainer.trackers.base import numbers
+from trainer.trackers.base import Record, numbers
 
 WINDOW = 10
 """Number of latest steps that hints consider."""
 FIRST = 5
 """Number of first steps whose numbers are the baseline."""
+# Smallest rise of a mean that counts as one.
 _RISE = HINTS["reward_hacking"].also["rise of the reward"]
-"""Smallest rise of a mean that counts as one."""
+# The first row of each hint. Its limits hold for all cases but `policy_breaks, rate`, whose limit
+# `_policy_breaks` reads itself.
 _ROWS: dict[str, Notice] = {}
-"""The first row of each hint. Its limits hold for all cases but `policy_breaks, rate`, whose limit
-`_policy_breaks` reads itself."""
 for _name, _row in HINTS.items():
     _ROWS.setdefault(_name.partition(",")[0], _row)
-Line = Mapping[str, Any]
-"""A line of `metrics.jsonl`: the metrics of a step."""
-_Measured = dict[str, Any] | None
-"""The numbers that a hint's sentence names, with `row` for a hint of several rows; None when all is
-well."""
+# The numbers that a hint's sentence names, with `row` for a hint of several rows; None when all is
+# well.
+_Measured = Json | None
 
 
-def remember(history: MutableSequence[Line], line: Line) -> None:
+def remember(history: MutableSequence[Record], line: Record) -> None:
     """Appends a line of `metrics.jsonl`, and removes all but the first `FIRST` and the last
     `WINDOW` + 1.
     """
@@ -48,7 +46,7 @@ def remember(history: MutableSequence[Line], line: Line) -> None:
     del history[FIRST : max(FIRST, len(history) - WINDOW - 1)]
 
 
-def hints(history: Sequence[Line], config: Config) -> dict[str, str]:
+def hints(history: Sequence[Record], config: Config) -> Texts:
     """Returns hint texts by name, for a history kept by `remember`.
 
     A policy can break in one update, which is said at once; every other hint needs `WINDOW` steps,
@@ -69,7 +67,7 @@ def hints(history: Sequence[Line], config: Config) -> dict[str, str]:
 class _Steps:
     """Statistics of the last steps."""
 
-    def __init__(self, history: Sequence[Line], config: Config) -> None:
+    def __init__(self, history: Sequence[Record], config: Config) -> None:
         steps = list(map(numbers, history))
         self.config = config
         self.first = steps[:FIRST]
@@ -77,8 +75,8 @@ class _Steps:
         self.trained = [step for step in self.last if step.get("update.trained_tokens") != 0]
         """The last steps whose update trained on a token. When all groups have equal rewards, an
         update measures no entropy."""
+        # The step before the last ones; empty without one.
         self._before = steps[-WINDOW - 1] if len(steps) > WINDOW else {}
-        """The step before the last ones; empty without one."""
         self.groups = len(self.last) * config.trainer.batch_size
         # The mean accuracy; None when the rewards are not verdicts.
         is_known = all("accuracy" in step for step in self.last)
@@ -368,6 +366,7 @@ def _lost_episodes(steps: _Steps, row: Notice) -> _Measured:
     return {"row": case, "count": count, "share": share} if share >= row.limit else None
 
 
+# The function that measures each hint; `_share_of_row` measures the others.
 _MEASURES: dict[str, Callable[[_Steps, Notice], _Measured]] = {
     "policy_breaks": _policy_breaks,
     "zero_variance_groups": _zero_variance_groups,
@@ -385,4 +384,3 @@ _MEASURES: dict[str, Callable[[_Steps, Notice], _Measured]] = {
     "half_full_passes": _half_full_passes,
     "lost_episodes": _lost_episodes,
 }
-"""The function that measures each hint; `_share_of_row` measures the others."""

@@ -12,8 +12,8 @@ import orjson
 from common import Json
 
 _SHOWN_DAMAGE = 3
+# How much `last_steps` reads of the end of a file.
 _TAIL_BYTES = 4 << 20
-"""How much `last_steps` reads of the end of a file."""
 T = TypeVar("T")
 
 
@@ -36,8 +36,8 @@ class JsonlReader(Generic[T]):
         self.done = 0
         """Bytes that were read."""
         self._count = 0
+        # The line that ends there.
         self._last = b""
-        """The line that ends there."""
 
     def problems(self) -> list[str]:
         """Returns a sentence for each problem with the file; a missing file is no problem."""

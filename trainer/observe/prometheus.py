@@ -2,13 +2,11 @@
 
 import math
 from collections import Counter
-from collections.abc import Mapping
-from typing import Any
 
 from common.process.metrics import Metrics
 from trainer.evaluation.evaluation import Evaluation
 from trainer.observe.metrics import METRICS
-from trainer.trackers.base import numbers
+from trainer.trackers.base import Record, numbers
 
 _EVALUATION = {
     "step": ("step", "its step"),
@@ -84,7 +82,7 @@ class TrainerMetrics:
         self._step.set(step)
         self._total_steps.set(total_steps)
 
-    def record(self, record: Mapping[str, Any], fresh_groups: int) -> None:
+    def record(self, record: Record, fresh_groups: int) -> None:
         """Shows the numbers of a step."""
         self._step.set(record["step"])
         self._time.set_to_current_time()
@@ -102,7 +100,7 @@ class TrainerMetrics:
         self._early_stops.inc(update["stopped_early"])
         self._groups.labels("fresh").inc(fresh_groups)
         self._groups.labels("reused").inc(record["reused_groups"])
-        dropped = Counter(record["dropped"])
+        dropped = Counter[str](record["dropped"])
         for reason, count in (dropped - self._known_dropped).items():
             self._dropped.labels(reason).inc(count)
         self._known_dropped = dropped

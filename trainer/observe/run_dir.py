@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
-from typing import IO, Any, Self, cast
+from typing import IO, Self, cast
 
 from msgspec.structs import asdict
 from prometheus_client import Counter
@@ -41,7 +41,7 @@ from trainer.evaluation.uncertainty import accuracy_text
 from trainer.observe.hints import hints, remember
 from trainer.observe.output import Output
 from trainer.timing import STAGES, WAITING
-from trainer.trackers.base import flatten, numbers
+from trainer.trackers.base import Record, flatten, numbers
 from trainer.trackers.trackers import Trackers
 
 log = logging.getLogger("run")
@@ -50,8 +50,8 @@ ATTEMPTS = "attempts.jsonl"
 AUDIT = "audit.jsonl"
 WHY = "why.json"
 """What `rlhf why` found last."""
+# Settings that each run has its own value of, and that do not affect training.
 _OF_EACH_RUN = frozenset({"state_dir", "trainer.run_dir", "trackers.run_name"})
-"""Settings that each run has its own value of, and that do not affect training."""
 DETAILS = frozenset(
     {"kept_tokens", "kept_counts", "routed_experts", "barred", "prompt_routed_experts"}
 )
@@ -59,8 +59,8 @@ DETAILS = frozenset(
 of a group of 16 answers of 8,192 tokens are 50 million numbers."""
 STEP_FILES = ("metrics", "groups", "samples")
 """The files with a line for each step of every run."""
+# Steps until the same alarm or hint is logged again; `metrics.jsonl` has every occurrence.
 _AGAIN_AFTER = 20
-"""Steps until the same alarm or hint is logged again; `metrics.jsonl` has every occurrence."""
 
 
 class Recorder:
@@ -111,7 +111,7 @@ class Recorder:
         self._progress: Progress | None = None
         self._total = 0
         self._warned: dict[str, int] = {}
-        self._history: list[Mapping[str, Any]] = []
+        self._history: list[Record] = []
         for line in read_lines(directory / "metrics.jsonl"):
             remember(self._history, line)
         changes = [
@@ -145,11 +145,11 @@ class Recorder:
         which = f"step {lost[0]}"
         if len(lost) > 1:
             which = f"{len(lost)} of the steps {lost[0]} to {lost[-1]}"
-        text = (
+        self.say(
             f"warning: {name} lacks {which}, which the checkpoint has: the file was cut or "
-            "removed; training continues, but curves, report and dashboard lack them"
+            "removed; training continues, but curves, report and dashboard lack them",
+            logging.WARNING,
         )
-        self.say(text, logging.WARNING)
 
     def show(self, table: Table) -> None:
         """Writes a table to the console and the log."""
@@ -182,7 +182,7 @@ class Recorder:
         for kind in found:
             self._warn(kind, record["step"], record[f"{kind}s"])
 
-    def measured(self, record: Mapping[str, Any], text: str, group: Group | None = None) -> None:
+    def measured(self, record: Record, text: str, group: Group | None = None) -> None:
         """Writes the numbers of a step and prints `text`; trackers get them, and sometimes the
         samples of `group`.
         """
@@ -222,9 +222,7 @@ class Recorder:
             )
             self._warn("warning", evaluation.step, {"trained_on": leaked})
 
-    def evaluated(
-        self, summary: Mapping[str, Any], text: str, answers: Sequence[Answer] = ()
-    ) -> None:
+    def evaluated(self, summary: Record, text: str, answers: Sequence[Answer] = ()) -> None:
         """Writes an evaluation, passes it to the trackers and prints `text`."""
         path = self.directory / "evaluations.jsonl"
         _keep_before(path, summary["step"])  # drops the lines of a killed attempt
@@ -336,7 +334,7 @@ def append_line(path: Path, content: Json) -> None:
         file.write(json.dumps(content, ensure_ascii=False) + "\n")
 
 
-def step_line(record: Mapping[str, Any], total: int) -> str:
+def step_line(record: Record, total: int) -> str:
     """Returns the console line of a step, at most 120 columns; zero counts at the end are left
     out.
     """
@@ -400,8 +398,11 @@ def read_lines(path: Path) -> list[Json]:
         try:
             found.append(json.loads(line))
         except ValueError as error:
-            message = f"line {number} of {path.name} is damaged: {error}"
-            raise damaged(message, path, "remove that line, or move the file away") from None
+            raise damaged(
+                f"line {number} of {path.name} is damaged: {error}",
+                path,
+                "remove that line, or move the file away",
+            ) from None
     return found
 
 
@@ -430,7 +431,7 @@ def known_settings(run_dir: Path) -> Json:
     return {}
 
 
-def changed(before: Mapping[str, Any], now: Mapping[str, Any]) -> Json:
+def changed(before: Record, now: Record) -> Json:
     """Returns the settings `now` that were something else `before`, without those that are specific
     to each run.
     """
@@ -458,8 +459,12 @@ def _keep_before(path: Path, step: int) -> set[int]:
 
 def storing_run(path: Path) -> AbstractContextManager[None]:
     """Returns the context in which to write a file of the run; it raises StorageFailed."""
-    remedy = "start again with the same run directory: the run continues from its newest checkpoint"
-    return storing(path.name, path, "trainer.run_dir", remedy)
+    return storing(
+        path.name,
+        path,
+        "trainer.run_dir",
+        "start again with the same run directory: the run continues from its newest checkpoint",
+    )
 
 
 def seconds_table(metrics: list[Json]) -> Table:
@@ -475,7 +480,7 @@ def seconds_table(metrics: list[Json]) -> Table:
     return table
 
 
-def _comparison_table(before: Mapping[str, Any], after: Mapping[str, Any]) -> Table:
+def _comparison_table(before: Record, after: Record) -> Table:
     table = Table(title=f"held-out split, {after['num_samples']} problems")
     table.add_column("", justify="right")
     table.add_column(f"before (step {before['step']})", justify="right")

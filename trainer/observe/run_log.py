@@ -1,15 +1,15 @@
 """Log of a run: record, groups and metrics of every step, evaluations, and the final report."""
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from itertools import chain
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
+from common import Json
 from common.settings.config import Config
 from common.wire.schemas import Completion, Group
 from trainer.algorithms.batch import Batch
@@ -30,6 +30,7 @@ from trainer.policy.critic import CriticMetrics
 from trainer.policy.policy import PolicyUpdate
 from trainer.rollouts.drops import Drops
 from trainer.timing import CpuClock, StageClock
+from trainer.trackers.base import Numbers, Record
 
 
 class RunLog:
@@ -48,7 +49,7 @@ class RunLog:
         *,
         clock: StageClock,
         step: int,
-        measured: Callable[[int], dict[str, float]] = lambda step: {},
+        measured: Callable[[int], Numbers] = lambda step: {},
         gpus: Callable[[], int | None] = lambda: None,
         collecting_cpu: Callable[[], float] = lambda: 0.0,
         verdicts: Verdicts,
@@ -101,7 +102,7 @@ class RunLog:
         critic: CriticMetrics | None,
         *,
         weights_checksum: str | None = None,
-    ) -> Mapping[str, Any]:
+    ) -> Record:
         """Records a finished step, and returns its line of `metrics.jsonl`, whose numbers
         `trainer.observe.metrics` explains.
         """
@@ -129,7 +130,7 @@ class RunLog:
         self._metrics.record(record, len(batch.fresh))
         return record
 
-    def _record(self, step: int, batch: Batch, update: PolicyUpdate) -> dict[str, Any]:
+    def _record(self, step: int, batch: Batch, update: PolicyUpdate) -> Json:
         """Returns the numbers of the batch and of its update, with the alarms that they raise."""
         groups = [item.group for item in batch.groups]
         answers = list(chain.from_iterable(group.answers for group in groups))
@@ -240,7 +241,7 @@ def _completions(groups: Sequence[Group]) -> list[Completion]:
     return list(chain.from_iterable(group.completions for group in groups))
 
 
-def _rewards(answers: Sequence[Completion]) -> dict[str, float]:
+def _rewards(answers: Sequence[Completion]) -> Numbers:
     """Returns the mean score of every reward function, over the answers that it applies to."""
     scores: dict[str, list[float]] = {}
     for answer in answers:

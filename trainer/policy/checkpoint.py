@@ -191,8 +191,7 @@ class Checkpoints:
     def _complete(self, written: Path, target: Path, state: RunState) -> None:
         """Gives the directory its final name and removes old checkpoints."""
         # Last, because its list of files is what makes a checkpoint complete.
-        content = {"format": _FORMAT, "files": checksums(written), **asdict(state)}
-        (written / _STATE).write_text(json.dumps(content | {"crc": _crc(content)}))
+        _write_state(written, {"format": _FORMAT, "files": checksums(written), **asdict(state)})
         shutil.rmtree(target, ignore_errors=True)
         written.rename(target)
 
@@ -269,6 +268,10 @@ def _lacking(path: Path) -> str | None:
     return None
 
 
+def _write_state(directory: Path, content: dict[str, Any]) -> None:
+    (directory / _STATE).write_text(json.dumps(content | {"crc": _crc(content)}))
+
+
 def _crc(content: dict[str, Any]) -> int:
     return zlib.crc32(json.dumps(content).encode())
 
@@ -342,6 +345,14 @@ def load_state(body: bytes, path: Path) -> RunState:
         return RunState(**content)
     except Exception as error:  # damage can lead to any error
         raise cannot_resume(error, path) from None
+
+
+def copy_with(path: Path, target: Path, state: dict[str, Any]) -> None:
+    """Copies a checkpoint that `load_state` has read, with these fields of its state. A file that
+    has changed since it was written is found when the copy is loaded.
+    """
+    shutil.copytree(path, target)
+    _write_state(target, _parse(read_state(path)) | state)
 
 
 def cannot_resume(error: Exception, path: Path) -> ConfigError:

@@ -34,7 +34,11 @@ def fill(policy: Policy, reference: Reference, critic: ValueFunction, batch: Bat
     """Fills the columns of `batch`: what an update needs besides its tokens. A collective."""
     config = policy.config
     ranks = policy.ranks
-    torch.manual_seed((policy.seed * 4096 + ranks.rank) % 2**63)
+    seed = (policy.seed * 4096 + ranks.rank) % 2**63
+    # Not `torch.manual_seed`, which keeps a traceback for every kind of GPU that is not there.
+    torch.default_generator.manual_seed(seed)
+    if ranks.on_gpu:
+        torch.cuda.manual_seed_all(seed)
 
     # None where the algorithm needs none.
     batch.old_logprobs = policy.logprobs(batch)

@@ -29,8 +29,8 @@ prompt 1 fail once:
 | 0 is stored, 1 is tried again | waiting | generating | | 0 |
 | 1 is stored too: `wait_until_idle` returns | waiting | waiting | | 0 |
 | the trainer takes both | training | training | | 0 |
-| the engines serve the new weights | | | | 2 |
-| the data-server gives the last prompt | | | generating | 1 |
+| both are acknowledged: the data-server gives the last prompt (`expect_slots`) | | | | 0 |
+| the engines serve the new weights | | | generating | 1 |
 
 With max_staleness 0 nothing is generated while the weights change. Otherwise, if groups are trained
 on in the order in which they got their slots (`wait_for_oldest`), the weights that start a group
@@ -45,6 +45,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from enum import Enum, auto
+from functools import partial
 
 import numpy as np
 from msgspec.structs import replace
@@ -73,6 +74,10 @@ _REMEDIES = {
     "teacher": "look at the log of the teacher's server",
 }
 """What to do when groups fail, by the reason."""
+
+
+_Drawn = tuple[DrawnPrompt, list[int]]
+"""A prompt and its tokens."""
 
 
 class CollectFailed(ServiceError):
@@ -159,9 +164,17 @@ class Collector:
         self._free_slots = 0
         self._to_draw = 0
         """Groups that the run still wants; a retry or a replacement adds one."""
+        self._expected_slots = 0
+        self._ahead: list[_Drawn] = []
+        """Prompts that were drawn for slots which are not free yet."""
         self._maker = GroupMaker(context, self.drops)
         # Groups that are ready at the same time are stored by one call.
-        self._store_batched = RequestBatcher(self._store, _MAX_STORE, _weight)
+        self._store_batched = RequestBatcher(
+            self._store,
+            _MAX_STORE,
+            _weight,
+            may_follow=partial(self._clock.is_active, "generation", "reward"),
+        )
 
     async def run(self, groups: int, slots: int) -> None:
         """Collects `groups` groups in total, each in its own task, at most `slots` at once. Never
@@ -173,14 +186,16 @@ class Collector:
             if not self._config.environment.grades_itself:
                 tasks.create_task(self._ground_truths.run())
             while True:
-                await self._until(self._can_draw)
+                await self._until(lambda: self._can_draw() or self._expected_slots > 0)
+                if not self._can_draw():
+                    await self._draw_ahead()
+                    continue
                 count = min(self._free_slots, self._to_draw, _MAX_DRAW)
                 drawn = await self._draw(count)
                 # Not before: during a draw `_can_draw` stays true, so that `_is_idle` is false.
                 self._free_slots -= count
                 self._to_draw -= count
-                token_ids = self._prompter.all_token_ids([each.prompt for each in drawn])
-                for each, prompt_ids in zip(drawn, token_ids, strict=True):
+                for each, prompt_ids in drawn:
                     untaken = UntakenGroup(each)
                     self.untaken[each.position] = untaken
                     tasks.create_task(self._collect(untaken, prompt_ids))
@@ -190,10 +205,37 @@ class Collector:
         self._free_slots += count
         self._changed.set()
 
-    async def _draw(self, count: int) -> list[DrawnPrompt]:
-        """Returns `count` prompts: retries first, then the next ones of the stream."""
+    def expect_slots(self, count: int) -> None:
+        """Has the prompts drawn of slots that will soon be free: while the engines take new
+        weights, not when they wait for work.
+        """
+        self._expected_slots = count
+        self._changed.set()
+
+    async def _draw_ahead(self) -> None:
+        count = min(self._expected_slots, self._to_draw, _MAX_DRAW) - len(self._ahead)
+        self._expected_slots = 0
+        self._ahead += await self._draw_next(count)
+
+    async def _draw(self, count: int) -> list[_Drawn]:
+        """Returns `count` prompts: retries first, then what was drawn ahead, then the next ones of
+        the stream.
+        """
+        retries = self._with_tokens(self._cursor.take_retries(count))
+        ahead = self._ahead[: count - len(retries)]
+        del self._ahead[: len(ahead)]
+        return [*retries, *ahead, *await self._draw_next(count - len(retries) - len(ahead))]
+
+    def _with_tokens(self, drawn: Sequence[DrawnPrompt]) -> list[_Drawn]:
+        if not drawn:
+            return []
+        token_ids = self._prompter.all_token_ids([each.prompt for each in drawn])
+        return list(zip(drawn, token_ids, strict=True))
+
+    async def _draw_next(self, count: int) -> list[_Drawn]:
+        """Returns the next `count` prompts of the stream."""
         data = self._services.data
-        drawn = self._cursor.take_retries(count)
+        drawn: list[DrawnPrompt] = []
         while (missing := count - len(drawn)) > 0:
             position = self._cursor.next
             # The data-server answers a repeated request with the same prompts.
@@ -221,7 +263,7 @@ class Collector:
                     self.drops.counts["ground_truth"] += 1
                 else:
                     drawn.append(each)
-        return drawn
+        return self._with_tokens(drawn)
 
     async def _collect(self, untaken: UntakenGroup, prompt_ids: list[int]) -> None:
         """Collects one group, from prompt to replay buffer; when it fails, another group takes its

@@ -3,7 +3,6 @@ where no clock runs and where every engine can still get it.
 """
 
 import asyncio
-import math
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -15,6 +14,8 @@ _LOOK_S = 0.1
 """Longest such time, unless looks themselves take long."""
 _LOOK_SHARE = 0.2
 """Most of the time that looks may take: there may be many engines."""
+_OLD_S = 5.0
+"""A look that is so much older than another one need be says nothing any more."""
 _TRANSIT_S = 0.5
 """A group may take so long to get into an engine, which does not count it until then."""
 
@@ -26,7 +27,7 @@ class EngineRoom:
         self._engines = engines
         self._turn = asyncio.Lock()
         self._room = 0.0
-        """Completions that may still be sent, as of the last look."""
+        """Completions that may still be sent, by the last look and what has ended since."""
         self._sent: dict[object, tuple[float, int]] = {}
         """When completions were sent that have no answer yet, and how many; of late."""
         self._next_look = 0.0
@@ -44,12 +45,14 @@ class EngineRoom:
             yield
         finally:
             self._sent.pop(sent, None)
+            self._room += completions
 
     async def _wait(self, completions: int, sent: object) -> None:
         loop = asyncio.get_running_loop()
         async with self._turn:
-            if self._room == math.inf and loop.time() >= self._next_look:
-                self._room = 0.0  # they may say it by now
+            # There may be other engines by now, or they say what they do.
+            if loop.time() >= self._next_look + _OLD_S:
+                self._room = 0.0
             self._pause_s = _FIRST_LOOK_S
             while self._room <= 0:
                 await asyncio.sleep(max(0.0, self._next_look - loop.time()))

@@ -5,6 +5,7 @@ import math
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import numpy as np
 
@@ -35,7 +36,12 @@ class GroupMaker:
         self._clock = context.clock
         self._drops = drops
         self._engines = EngineRoom(context.services.rollout.engines)
-        self._grade_batched = RequestBatcher(context.services.reward.grade_all, _MAX_GRADE, len)
+        self._grade_batched = RequestBatcher(
+            context.services.reward.grade_all,
+            _MAX_GRADE,
+            len,
+            may_follow=partial(self._clock.is_active, "generation"),
+        )
 
     def empty(self, drawn: DrawnPrompt, prompt_ids: list[int], group_id: str) -> Group:
         """Returns the group of a prompt before it has completions."""

@@ -17,13 +17,15 @@ _Waiting = tuple[_T, "asyncio.Future[_R]", contextvars.Context]
 _WAIT_S = 0.003
 """How long to wait for more items; an HTTP call costs client and server about 2 ms of processor
 time."""
+_BUSY_WAIT_S = 0.02
+"""The same while another call is not answered: at its end at the latest the items go."""
 
 
 class RequestBatcher(Generic[_T, _R]):
     """Callable like `call` with one item; one call takes all items that come within 3 ms of the
-    first.
+    first, or until the call before is answered, within 20 ms.
 
-    Calls do not wait for each other. When a call with several items fails, each item is tried
+    Calls do not wait for a slow one. When a call with several items fails, each item is tried
     alone, so that only the faulty items fail. A service that did not answer by the deadline, or is
     lost, is not called again: all items fail. A call with one item keeps that item's request id;
     one with several gets a new id, and a DEBUG line lists the ids of its items.
@@ -32,6 +34,7 @@ class RequestBatcher(Generic[_T, _R]):
         call: takes items, returns their results in order.
         max_size: limit on the total size of the items in one call; a larger item is sent alone.
         size: returns the size of an item.
+        may_follow: whether further items may come soon; without any, nobody waits for them.
     """
 
     _timer: asyncio.TimerHandle
@@ -41,10 +44,12 @@ class RequestBatcher(Generic[_T, _R]):
         call: Callable[[list[_T]], Awaitable[Sequence[_R]]],
         max_size: int,
         size: Callable[[_T], int] = lambda _: 1,
+        may_follow: Callable[[], bool] = lambda: True,
     ) -> None:
         self._call = call
         self._max_size = max_size
         self._size = size
+        self._may_follow = may_follow
         self._waiting: list[_Waiting[_T, _R]] = []
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -56,7 +61,10 @@ class RequestBatcher(Generic[_T, _R]):
             self._send()
         self._waiting.append((item, future, contextvars.copy_context()))
         if len(self._waiting) == 1:
-            self._timer = asyncio.get_running_loop().call_later(_WAIT_S, self._send)
+            wait_s = _BUSY_WAIT_S if self._tasks else _WAIT_S
+            self._timer = asyncio.get_running_loop().call_later(wait_s, self._send)
+        if not self._tasks and not self._may_follow():
+            self._send()
         return await future
 
     def _send(self) -> None:
@@ -78,8 +86,13 @@ class RequestBatcher(Generic[_T, _R]):
             self._run(waiting), context=waiting[0][2] if context is None else context
         )
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(self._ended)
         return task
+
+    def _ended(self, task: "asyncio.Task[None]") -> None:
+        self._tasks.discard(task)
+        if self._waiting and not self._tasks:
+            self._send()
 
     async def _run(self, waiting: "list[_Waiting[_T, _R]]") -> None:
         try:

@@ -286,12 +286,12 @@ class Rollouts:
             await self._collector.acknowledge(batch.fresh)
             request_id = f"{self._run_id}-batch-{number}"
             await self._services.replay.set_priorities(priorities, request_id)
-        if self._config.data.curriculum == "none":
-            return
-        prompt_ids = [group.prompt_id for group in batch.fresh]  # they come first
-        rates = batch.pass_rates[: len(prompt_ids)]
-        request_id = f"{self._run_id}-pass-rates-{number}"
-        await self._services.data.report_pass_rates(prompt_ids, rates, request_id)
+        if self._config.data.curriculum != "none":
+            prompt_ids = [group.prompt_id for group in batch.fresh]  # they come first
+            rates = batch.pass_rates[: len(prompt_ids)]
+            request_id = f"{self._run_id}-pass-rates-{number}"
+            await self._services.data.report_pass_rates(prompt_ids, rates, request_id)
+        self._collector.expect_slots(len(batch.fresh))
 
     def free_slots(self, batch: Batch, *, when: "Future[None]") -> None:
         """Frees the slots of the batch's fresh groups as soon as `when` is done: when the engines

@@ -46,5 +46,7 @@ class SftLog:
 
     def evaluation(self, step: int, loss: float, num_samples: int) -> None:
         """Records the mean negative log-probability of a held-out answer's token, in nats."""
-        text = f"evaluation at step {step}: held-out loss {loss:.4f} ({num_samples} examples)"
-        self.recorder.evaluated({"step": step, "loss": loss, "num_samples": num_samples}, text)
+        self.recorder.evaluated(
+            {"step": step, "loss": loss, "num_samples": num_samples},
+            f"evaluation at step {step}: held-out loss {loss:.4f} ({num_samples} examples)",
+        )

@@ -4,10 +4,12 @@ marked.
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import chain
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from common.errors import ConfigError
 from common.prompts.prompter import Prompter, PromptStyle, answered_text, text_ids
@@ -151,10 +153,13 @@ class Batches:
     ) -> None:
         self._examples = examples
         self._size = size
-        self._seed = seed
-        self._epoch = -1
-        self._order = np.zeros(0, np.int64)
-        """Order of the examples in this epoch."""
+
+        @lru_cache(maxsize=1)
+        def order(epoch: int) -> NDArray[np.int64]:
+            """Returns the order of the examples in an epoch."""
+            return np.random.default_rng([seed, epoch]).permutation(len(examples))
+
+        self._order = order
 
     def __len__(self) -> int:
         """Returns the number of examples in an epoch."""
@@ -173,8 +178,4 @@ class Batches:
 
     def _at(self, place: int) -> int:
         epoch, within = divmod(place, len(self._examples))
-        if self._epoch != epoch:
-            self._epoch = epoch
-            generator = np.random.default_rng([self._seed, epoch])
-            self._order = generator.permutation(len(self._examples))
-        return int(self._order[within])
+        return int(self._order(epoch)[within])

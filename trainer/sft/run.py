@@ -2,7 +2,6 @@
 update.
 """
 
-import gc
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ import torch
 from rich.console import Console
 
 from common.models.rotary import switch_length
-from common.process import watchdog
+from common.process import garbage, watchdog
 from common.process.logs import set_run
 from common.process.run_lock import RunLock
 from common.process.topology import Topology
@@ -46,7 +45,7 @@ def run(config: Config, topology: Topology, examples: Examples | None) -> None:
         training = SftRun(
             config, ranks, lock=lock, examples=examples, console=console(), stack=stack
         )
-        gc.freeze()  # libraries and models stay: the garbage collector need not scan them
+        garbage.collect_less_often(garbage.OF_TRAINER)
         training.train()
         ranks.barrier()
 
@@ -107,8 +106,8 @@ class SftRun:
             config.checkpoint.keep,
             lambda: tokenizer_files(run_dir / "model"),
         )
+        # Held-out loss after `_evaluated_step` steps.
         self._loss: float | None = None
-        """Held-out loss after `_evaluated_step` steps."""
         self._evaluated_step = -1
 
         self._leader: _RankZero | None = None

@@ -23,6 +23,7 @@ _READ = (
     "evaluation.samples",
     "limits.lost_after_s",
 )
+# Settings of `trainer` that it reads.
 _TRAINER = (
     "device",
     "num_epochs",
@@ -35,7 +36,6 @@ _TRAINER = (
     "compile",
     "run_dir",
 )
-"""Settings of `trainer` that it reads."""
 
 
 def _in_sections(name: str) -> bool:

@@ -1,6 +1,5 @@
 """One process of the ppo-trainer task: the run on this rank, with the services of the job group."""
 
-import gc
 import logging
 from contextlib import ExitStack
 
@@ -8,6 +7,7 @@ from common.clients.base import wait_healthy
 from common.clients.data import DataClient
 from common.clients.reward import RewardClient
 from common.errors import ServiceError
+from common.process import garbage
 from common.process import topology as names
 from common.process.loop_thread import LoopThread
 from common.process.topology import Topology
@@ -39,7 +39,7 @@ def run(config: Config, topology: Topology) -> None:
             backend=JobGroupBackend(topology, rewards_tried),
             stack=stack,
         )
-        gc.freeze()  # libraries and models stay: the garbage collector need not scan them
+        garbage.collect_less_often(garbage.OF_TRAINER)
         train(training)
         training.finish()
         ranks.barrier()

@@ -7,6 +7,7 @@ import datetime
 import hashlib
 import hmac
 import logging
+import re
 import secrets
 import time
 from collections.abc import Awaitable, Callable
@@ -20,7 +21,8 @@ from fastapi.responses import FileResponse, JSONResponse, Response
 
 from common.errors import NotFound, Unauthorized
 from common.process.metrics import Metrics
-from services.http.app import create_app
+from services.http.app import create_app, read_json
+from services.http.openapi import JSON, OBJECT, described
 from trainer.tinker import requests
 from trainer.tinker.clients import Clients
 from trainer.tinker.records import (
@@ -39,6 +41,7 @@ _MAX_BODY_BYTES = 64 << 20
 _MAX_REQUESTS = 4096
 """Each of the SDK's futures may have a question open."""
 _PROTOBUF = "application/x-protobuf"
+_BYTES = {"type": "string", "format": "binary"}
 _LINK_S = 3600
 _CHECKPOINT = "training_runs/{run}/checkpoints/{kind}/{name}"
 _TYPES = {
@@ -74,7 +77,7 @@ def create_tinker_app(
         metrics=metrics,
         max_body_bytes=_MAX_BODY_BYTES,
         max_requests=_MAX_REQUESTS,
-        fails=(400, 404, 422),
+        fails=(404, 409, 410, 422, 429),
         access_level=logging.DEBUG,  # a step makes dozens of calls
         keyed_path=_API,
     )
@@ -106,23 +109,38 @@ class _Calls:
         """
         wanted = get_type_hints(handler)
         form = wanted.get("body")
+        is_protobuf = form is bytes
 
         async def call(request: Request) -> Response:
             owner = self._clients.owner(request.headers)
             arguments: dict[str, Any] = dict(request.path_params)
             if "base_url" in wanted:
                 arguments["base_url"] = str(request.base_url).rstrip("/")
-            if form is bytes:
+            if is_protobuf:
                 arguments["body"] = await request.body()
             elif form is not None and method == "GET":
                 arguments["body"] = requests.validated(form, dict(request.query_params))
             elif form is not None:
-                arguments["body"] = requests.parse(form, await request.body())
+                arguments["body"] = requests.validated(form, await read_json(request))
             return _response(await handler(owner, **arguments))
 
         call.__doc__ = handler.__doc__
         call.__name__ = handler.__name__
-        self.app.api_route(f"{_API}/{path}", methods=[method])(call)
+        body = _BYTES if is_protobuf else form or OBJECT
+        details = described(
+            body if method in ("POST", "PUT") else None,
+            OBJECT,
+            reads=(_PROTOBUF if is_protobuf else JSON,),
+            writes=(JSON, _PROTOBUF),
+            statuses=(204 if wanted.get("return") is type(None) else 200,),
+        )
+        # FastAPI sees neither: `call` reads them from the request.
+        parameters = [
+            {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
+            for name in re.findall(r"{(\w+)", path)
+        ]
+        details.setdefault("openapi_extra", {})["parameters"] = parameters
+        self.app.api_route(f"{_API}/{path}", methods=[method], **details)(call)
         return handler
 
     def get(self, path: str) -> Callable[[Handler], Handler]:
@@ -374,7 +392,10 @@ def _add_links(calls: _Calls, server: TinkerServer) -> None:
             urls[path.name] = f"{base_url}{_API}/files/{place}?{query}"
         return {"urls": urls, "expires": _time(expires)}
 
-    @calls.app.get(f"{_API}/files/{{run}}/{{name}}/{{file}}")
+    @calls.app.get(
+        f"{_API}/files/{{run}}/{{name}}/{{file}}",
+        **described(answer=_BYTES, writes=("application/octet-stream",)),
+    )
     async def file(
         run: str, name: str, file: str, expires: int = 0, signature: str = ""
     ) -> FileResponse:

@@ -17,6 +17,10 @@ from pydantic import ConfigDict, Field
 Array = NDArray[Any]
 """int64 or float32."""
 _STRICT = ConfigDict(extra="forbid", allow_inf_nan=False)
+WITHOUT_STABLE_REINFORCE = (
+    "use loss_fn importance_sampling, cispo, ppo or gspo, or start the server with "
+    "--tinker.stable_reinforce cispo, which computes cispo in its place"
+)
 _Amount = Annotated[float, Field(ge=0)]
 _Beta = Annotated[float, Field(ge=0, lt=1)]
 

@@ -10,12 +10,12 @@ nothing. The base is sharded as the policy of a trainer is; its layers are not c
 
 import logging
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from functools import partialmethod
+from functools import partialmethod, wraps
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import torch
@@ -44,9 +44,10 @@ from trainer.policy.lora import (
 from trainer.policy.scorer import ADAPTER_PREFIX, computes_in_bfloat16, load_scorer
 from trainer.tinker import run_files
 from trainer.tinker.interface import AdamParams, Array, Datum, LoraSpec, Outputs
-from trainer.tinker.losses import LOSSES, TARGETS, Loss, check_data, checked_loss, terms_of
+from trainer.tinker.losses import TARGETS, Loss, check_data, checked_loss, terms_of
 
 log = logging.getLogger(__name__)
+_Method = TypeVar("_Method", bound=Callable[..., Any])
 _MLP = ("mlp", "feed_forward", "ffn", "moe", "expert")
 """Parts of the names of modules that are, or are in, an MLP."""
 _MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -132,6 +133,17 @@ class _Run:
         return [part.view(shape) for part, shape in zip(parts, self.shapes.values(), strict=True)]
 
 
+def _everywhere(method: _Method) -> _Method:
+    """Makes a method that rank 0 calls one that every rank computes, by `RunLearner.follow`."""
+
+    @wraps(method)
+    def call(self: "RunLearner", *arguments: Any, **options: Any) -> Any:
+        self._ranks.broadcast((method.__name__, arguments, options))
+        return method(self, *arguments, **options)
+
+    return cast(_Method, call)
+
+
 class RunLearner:
     """See `trainer.tinker.interface.Learner`. Every rank has one; those above 0 `follow`.
 
@@ -169,6 +181,7 @@ class RunLearner:
                 modules[place.name].register_forward_hook(place)
         self._runs: dict[str, _Run] = {}
 
+    @_everywhere
     def create(self, run: str, spec: LoraSpec) -> None:
         """See `Learner`."""
         if run in self._runs:
@@ -176,32 +189,79 @@ class RunLearner:
                 "this run exists", field="model_id", value=run, remedy="use another name"
             )
         self._check_spec(spec)
-        self._on_all_ranks("_create", run, spec)
+        shapes = self._shapes(spec)
+        first = [first_factor(spec.seed or 0, name, shape) for name, shape in shapes.items()]
+        self._add(run, spec, shapes, torch.cat([factor.flatten() for factor in first]))
 
+    @_everywhere
     def optim_step(self, run: str, adam: AdamParams) -> dict[str, float]:
         """See `Learner`. Returns the norm of the gradient before clipping."""
-        self._known(run)
-        found: dict[str, float] = self._on_all_ranks("_optim_step", run, adam)
-        return found
+        known = self._known(run)
+        gradient = known.gradient
+        if gradient is None:  # momentum and weight decay still apply
+            gradient = torch.zeros_like(known.weights)
+        norm = torch.linalg.vector_norm(gradient)
+        if adam.grad_clip_norm > 0:
+            gradient.mul_(torch.clamp(adam.grad_clip_norm / (norm + 1e-6), max=1.0))
+        (group,) = known.optimizer.param_groups
+        group["lr"] = adam.learning_rate
+        group["betas"] = (adam.beta1, adam.beta2)
+        group["eps"] = adam.eps
+        group["weight_decay"] = adam.weight_decay
+        (share,) = group["params"]
+        share.grad = self._share(gradient)
+        known.optimizer.step()
+        share.grad = None
+        known.gradient = None
+        if self._ranks.world_size > 1:
+            known.weights.copy_(self._whole(share.detach()))
+        return {"grad_norm:mean": float(norm)}
 
+    @_everywhere
     def save(self, run: str, folder: Path) -> None:
         """See `Learner`."""
-        self._known(run)
-        self._on_all_ranks("_save", run, folder)
+        known = self._known(run)
+        state: dict[str, Tensor] = {}
+        size = sum(math.prod(shape) for shape in known.shapes.values())
+        for moments in known.optimizer.state.values():  # none before the first step
+            state["step"] = moments["step"].cpu()
+            for name in _MOMENTS:
+                state[name] = self._whole(moments[name])[:size].cpu()
+        if known.gradient is not None:
+            state["gradient"] = known.gradient[:size].cpu()
+        if self._ranks.is_rank_zero:
+            alpha = self._config.lora.alpha
+            saved = run_files.Saved(known.spec, alpha, self._named(known), state)
+            run_files.write(saved, self._adapter_config(known.spec), folder)
 
     def load(self, run: str, folder: Path, optimizer: bool) -> None:
         """See `Learner`."""
-        saved = run_files.read(folder, optimizer)
+        self._load(run, run_files.read(folder, optimizer))
+
+    @_everywhere
+    def _load(self, run: str, saved: run_files.Saved) -> None:
         spec = self._runs[run].spec if run in self._runs else saved.spec
+        shapes = self._shapes(spec)
         found = {name: tuple(factor.shape) for name, factor in saved.factors.items()}
-        if self._shapes(spec) != found:
+        alpha = self._config.lora.alpha
+        if shapes != found or alpha != saved.alpha:
             raise InvalidInput(
-                "the run has other layers or another rank than the saved one",
+                "the run has other layers, another rank or another alpha than the saved one",
                 field="path",
-                value=str(folder),
-                remedy=f"create the run with {saved.spec}, on the same base model",
+                value=spec,
+                remedy=f"create the run with {saved.spec}, on the same base model and on a server "
+                f"with --lora.alpha {saved.alpha}",
             )
-        self._on_all_ranks("_load", run, spec, saved)
+        flat = torch.cat([saved.factors[name].flatten() for name in shapes])
+        made = self._add(run, spec, shapes, flat)
+        state = saved.optimizer
+        if "gradient" in state:
+            made.gradient = self._padded(state["gradient"])
+        if "step" in state:
+            (share,) = made.optimizer.param_groups[0]["params"]
+            moments = {name: self._share(self._padded(state[name])).clone() for name in _MOMENTS}
+            step = state["step"].to(self._ranks.device)
+            made.optimizer.state[share] = {"step": step, **moments}
 
     def export_adapter(self, run: str, folder: Path) -> str:
         """See `Learner`."""
@@ -211,9 +271,10 @@ class RunLearner:
             self._named(known, dtype), self._adapter_config(known.spec), folder
         )
 
+    @_everywhere
     def unload(self, run: str) -> None:
         """See `Learner`."""
-        self._on_all_ranks("_unload", run)
+        self._runs.pop(run, None)
 
     def follow(self) -> None:
         """Does on another rank what rank 0 does, until it closes."""
@@ -222,17 +283,13 @@ class RunLearner:
             if command is None:
                 return
             name, arguments, options = command
+            method = getattr(type(self), name).__wrapped__
             with suppress(ServiceError):  # which rank 0 raises too
-                getattr(self, name)(*arguments, **options)
+                method(self, *arguments, **options)
 
     def close(self) -> None:
         """Ends the other ranks' `follow`."""
         self._ranks.broadcast(None)
-
-    def _on_all_ranks(self, name: str, *arguments: Any, **options: Any) -> Any:
-        """Calls a method on every rank, with what rank 0 has checked; returns rank 0's result."""
-        self._ranks.broadcast((name, arguments, options))
-        return getattr(self, name)(*arguments, **options)
 
     def _known(self, run: str) -> _Run:
         if run not in self._runs:
@@ -288,11 +345,6 @@ class RunLearner:
         )
         return adapter_config(self.model, described)
 
-    def _create(self, run: str, spec: LoraSpec) -> None:
-        shapes = self._shapes(spec)
-        first = [first_factor(spec.seed or 0, name, shape) for name, shape in shapes.items()]
-        self._add(run, spec, shapes, torch.cat([factor.flatten() for factor in first]))
-
     def _add(
         self, run: str, spec: LoraSpec, shapes: dict[str, tuple[int, int]], first: Tensor
     ) -> _Run:
@@ -343,7 +395,8 @@ class RunLearner:
             for factor in run.factors:
                 factor.grad = None
 
-    def _checked_pass(
+    @_everywhere
+    def _pass(
         self,
         run: str,
         data: Sequence[Datum],
@@ -352,34 +405,16 @@ class RunLearner:
         *,
         backward: bool,
     ) -> Outputs:
-        """See `Learner.forward` and `Learner.forward_backward`."""
-        self._known(run)
-        checked, settings = checked_loss(loss, config)
-        check_data(data, checked, vocabulary=self.vocabulary, longest=self.longest)
-        outputs: Outputs = self._on_all_ranks(
-            "_pass", run, data, loss=loss, settings=settings, backward=backward
-        )
-        return outputs
-
-    forward = partialmethod(_checked_pass, backward=False)
-    forward_backward = partialmethod(_checked_pass, backward=True)
-
-    def _pass(
-        self,
-        run: str,
-        data: Sequence[Datum],
-        loss: str,
-        settings: dict[str, float],
-        backward: bool,
-    ) -> Outputs:
-        """Computes a loss, and adds its gradient to the run's if it is `backward`. Raises
-        InvalidInput, on all ranks, if one of the two is not finite.
+        """Computes a loss, and adds its gradient to the run's if it is `backward`; see `Learner`.
+        Raises InvalidInput, on all ranks, also if one of the two is not finite.
         """
-        known = self._runs[run]
+        known = self._known(run)
+        chosen, settings = checked_loss(loss, config, self._config.tinker.stable_reinforce)
+        check_data(data, chosen, vocabulary=self.vocabulary, longest=self.longest)
         gradient = torch.zeros_like(known.weights) if backward else None
         loss_sum = torch.zeros(1, dtype=torch.float64, device=self._ranks.device)
         with self._in_place(known, gradient), torch.set_grad_enabled(backward):
-            own = self._passes(data, LOSSES[loss], settings, loss_sum)
+            own = self._passes(data, chosen, settings, loss_sum)
         # A pass without gradients keeps the weights of the base gathered.
         reshard(self.scorer)
 
@@ -400,6 +435,9 @@ class RunLearner:
             known.gradient = gradient
         arrays = [{"logprobs": found[number]} for number in sorted(found)]
         return Outputs(arrays, {"loss:sum": float(loss_sum)})
+
+    forward = partialmethod(_pass, backward=False)
+    forward_backward = partialmethod(_pass, backward=True)
 
     def _passes(
         self,
@@ -460,62 +498,10 @@ class RunLearner:
         scored: Tensor = self.scorer(moved(rows, device), moved(flat.long(), device), 1.0).logprobs
         return scored
 
-    def _optim_step(self, run: str, adam: AdamParams) -> dict[str, float]:
-        known = self._runs[run]
-        gradient = known.gradient
-        if gradient is None:  # momentum and weight decay still apply
-            gradient = torch.zeros_like(known.weights)
-        norm = torch.linalg.vector_norm(gradient)
-        if adam.grad_clip_norm > 0:
-            gradient.mul_(torch.clamp(adam.grad_clip_norm / (norm + 1e-6), max=1.0))
-        (group,) = known.optimizer.param_groups
-        group["lr"] = adam.learning_rate
-        group["betas"] = (adam.beta1, adam.beta2)
-        group["eps"] = adam.eps
-        group["weight_decay"] = adam.weight_decay
-        (share,) = group["params"]
-        share.grad = self._share(gradient)
-        known.optimizer.step()
-        share.grad = None
-        known.gradient = None
-        if self._ranks.world_size > 1:
-            known.weights.copy_(self._whole(share.detach()))
-        return {"grad_norm:mean": float(norm)}
-
     def _named(self, run: _Run, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
         """Returns the factors in host memory, by name."""
         parts = run.views(run.weights.detach().to("cpu", dtype))
         return dict(zip(run.shapes, parts, strict=True))
-
-    def _save(self, run: str, folder: Path) -> None:
-        known = self._runs[run]
-        state: dict[str, Tensor] = {}
-        size = sum(math.prod(shape) for shape in known.shapes.values())
-        for moments in known.optimizer.state.values():  # none before the first step
-            state["step"] = moments["step"].cpu()
-            for name in _MOMENTS:
-                state[name] = self._whole(moments[name])[:size].cpu()
-        if known.gradient is not None:
-            state["gradient"] = known.gradient[:size].cpu()
-        if self._ranks.is_rank_zero:
-            saved = run_files.Saved(known.spec, self._named(known), state)
-            run_files.write(saved, self._adapter_config(known.spec), folder)
-
-    def _load(self, run: str, spec: LoraSpec, saved: run_files.Saved) -> None:
-        shapes = self._shapes(spec)
-        flat = torch.cat([saved.factors[name].flatten() for name in shapes])
-        made = self._add(run, spec, shapes, flat)
-        state = saved.optimizer
-        if "gradient" in state:
-            made.gradient = self._padded(state["gradient"])
-        if "step" in state:
-            (share,) = made.optimizer.param_groups[0]["params"]
-            moments = {name: self._share(self._padded(state[name])).clone() for name in _MOMENTS}
-            step = state["step"].to(self._ranks.device)
-            made.optimizer.state[share] = {"step": step, **moments}
-
-    def _unload(self, run: str) -> None:
-        self._runs.pop(run, None)
 
 
 def _places(model: Any, config: Config) -> list[_Place]:

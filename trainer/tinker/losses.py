@@ -17,7 +17,7 @@ from torch import Tensor
 
 from common.errors import InvalidInput, did_you_mean
 from learning.layout import moved
-from trainer.tinker.interface import Datum
+from trainer.tinker.interface import WITHOUT_STABLE_REINFORCE, Datum
 
 TARGETS = "target_tokens"
 _LOW = "clip_low_threshold"
@@ -120,15 +120,19 @@ LOSSES = {
 """The losses by Tinker's names. The bounds of `gspo` are those of its paper."""
 
 
-def checked_loss(name: str, config: Mapping[str, float | str]) -> tuple[Loss, dict[str, float]]:
+def checked_loss(
+    name: str, config: Mapping[str, float | str], stable_reinforce: str = ""
+) -> tuple[Loss, dict[str, float]]:
     """Returns a loss and its settings. Raises InvalidInput for a name or a setting that it does not
-    know.
+    know. `stable_reinforce` names the loss in its place.
     """
+    if name == "stable_reinforce" and stable_reinforce:
+        name = stable_reinforce
     loss = LOSSES.get(name)
     if loss is None:
         remedy = did_you_mean(name, LOSSES)
         if name == "stable_reinforce":
-            remedy = "set loss_fn to importance_sampling, cispo, ppo or gspo"
+            remedy = WITHOUT_STABLE_REINFORCE
         elif name == "custom":
             remedy = "pass a function to forward_backward_custom, which computes it in the client"
         raise InvalidInput("this loss is not served", field="loss_fn", value=name, remedy=remedy)

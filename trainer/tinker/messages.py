@@ -12,18 +12,7 @@ import numpy as np
 
 from common.errors import InvalidInput
 from trainer.tinker.interface import Array, Datum, Outputs
-from trainer.tinker.protobuf import (
-    Value,
-    as_bytes,
-    as_text,
-    bytes_field,
-    double_field,
-    entry,
-    fields,
-    map_field,
-    numbers,
-    varint_field,
-)
+from trainer.tinker.protobuf import Messages
 
 _FLOAT32 = 1
 _DTYPES: dict[int, np.dtype[Any]] = {
@@ -31,18 +20,51 @@ _DTYPES: dict[int, np.dtype[Any]] = {
     2: np.dtype("<i8"),
     3: np.dtype("<i4"),
 }
+_INT64 = _DTYPES[2]
+_INT32 = _DTYPES[3]
 _MOST_NUMBERS = 1 << 26
 _STOP_REASONS = {"stop": 0, "length": 1}
+_NO_LOGPROB = -99999.0
+"""What stands where nothing is known of the likeliest tokens."""
+
+# A setting has at most one text, which may be empty. Spans of data, which say where tokens come
+# from, are only for the original of stable_reinforce.
+MESSAGES = Messages("""
+Sparse: 1 values bytes, 2 row_ends bytes, 3 columns bytes
+Tensor: 1 dense bytes, 2 sparse Sparse, 3 dtype int, 4 shape int*
+Text: 1 tokens bytes
+Chunk: 1 text Text, 2 image bytes, 3 audio bytes
+Input: 1 key str, 2 value Tensor
+Datum: 1 model_input Chunk*, 2 inputs Input*
+Number: 1 key str, 2 value float
+Setting: 1 number float, 2 texts str*
+NewerNumber: 1 key str, 2 value Setting
+Pass: 1 run str, 2 seq int, 3 data Datum*, 4 loss str, 5 config Number*, 6 forward_only int, \
+7 newer_config NewerNumber*
+Arrays: 1 data bytes, 2 ends bytes, 3 dtype int, 4 trailing_shape int*
+NamedArrays: 1 key str, 2 value Arrays
+Record: 1 kind str, 2 arrays NamedArrays*, 3 count int
+Outputs: 1 kind str, 2 records Record*, 3 metrics Number*
+Top: 1 tokens bytes, 2 logprobs bytes, 3 k int, 4 length int
+Sequence: 1 reason int, 2 tokens bytes, 3 logprobs bytes, 4 top Top
+Samples: 1 sequences Sequence*, 2 prompt_logprobs bytes, 3 top_of_prompt Top, 5 targets Tensor
+""")
 
 
 @dataclass(frozen=True)
 class Pass:
     """A request for `forward` or `forward_backward`."""
 
+    run: str
+    seq: int
     data: list[Datum]
     loss: str
     config: Mapping[str, float | str]
     forward_only: bool
+
+
+Top = Sequence[Sequence[Sequence[Any]] | None]
+"""Log-probability and token of the likeliest at each place; None where nothing is known."""
 
 
 @dataclass(frozen=True)
@@ -53,124 +75,82 @@ class SampleAnswer:
     logprobs: Sequence[float]
     stop_reason: str
     """`stop` or `length`."""
-
-
-def address(body: bytes) -> tuple[str, int]:
-    """Returns run and sequence number of a request for a pass, whose data it skips."""
-    run: Value = b""
-    seq: Value = 0
-    for number, value in fields(body):
-        if number == 1:
-            run = value
-        elif number == 2:
-            seq = value
-    return as_text(run), seq if isinstance(seq, int) else 0
+    top: Top | None = None
 
 
 def read_pass(body: bytes) -> Pass:
     """Returns a request for a pass. Raises InvalidInput for one that is malformed or not text."""
-    data: list[Datum] = []
-    loss = ""
-    config: dict[str, float | str] = {}
-    newer_config: dict[str, float | str] = {}
-    forward_only = False
-    for number, value in fields(body):
-        if number == 3:
-            data.append(_datum(as_bytes(value), len(data)))
-        elif number == 4:
-            loss = as_text(value)
-        elif number == 5:
-            key, amount = entry(as_bytes(value))
-            config[key] = amount if isinstance(amount, float) else 0.0
-        elif number == 6:
-            forward_only = bool(value)
-        elif number == 7:
-            key, message = entry(as_bytes(value))
-            newer_config[key] = _config_value(as_bytes(message))
-    return Pass(data, loss, newer_config or config, forward_only)
+    found = MESSAGES.decode("Pass", body)
+    data = [_datum(each, f"data.{index}") for index, each in enumerate(found["data"])]
+    config = {entry["key"]: entry["value"] for entry in found["config"]}
+    for entry in found["newer_config"]:
+        setting = entry["value"] or {"texts": [""]}
+        config[entry["key"]] = setting["texts"][-1] if setting["texts"] else setting["number"]
+    return Pass(
+        run=found["run"],
+        seq=found["seq"],
+        data=data,
+        loss=found["loss"],
+        config=config,
+        forward_only=bool(found["forward_only"]),
+    )
 
 
-def _config_value(message: bytes) -> float | str:
-    found = dict(fields(message))
-    if 2 in found:
-        return as_text(found[2])
-    value = found.get(1, 0.0)
-    return value if isinstance(value, float) else 0.0
-
-
-def _datum(message: bytes, index: int) -> Datum:
+def _datum(message: dict[str, Any], field: str) -> Datum:
     tokens: list[int] = []
+    for chunk in message["model_input"]:
+        if chunk["text"] is None:
+            raise InvalidInput(
+                "the model reads text only",
+                field=f"{field}.model_input",
+                value="image" if chunk["image"] else "audio",
+                remedy="send chunks of tokens (EncodedTextChunk)",
+            )
+        tokens += _array(chunk["text"]["tokens"], _INT32, f"{field}.model_input").tolist()
     inputs: dict[str, Array] = {}
-    for number, value in fields(message):
-        if number == 1:
-            tokens += _tokens(as_bytes(value), index)
-        elif number == 2:
-            name, tensor = entry(as_bytes(value))
-            inputs[name] = _array(as_bytes(tensor), f"data.{index}.loss_fn_inputs.{name}")
-        # Spans, which say where tokens come from, are only for stable_reinforce.
+    for entry in message["inputs"]:
+        name = entry["key"]
+        inputs[name] = _dense(entry["value"] or {}, f"{field}.loss_fn_inputs.{name}")
     return Datum(tokens, inputs)
 
 
-def _tokens(chunk: bytes, index: int) -> list[int]:
-    found = dict(fields(chunk))
-    if 1 not in found:
-        raise InvalidInput(
-            "the model reads text only",
-            field=f"data.{index}.model_input",
-            value="image" if 2 in found else "audio",
-            remedy="send chunks of tokens (EncodedTextChunk)",
-        )
-    text = dict(fields(as_bytes(found[1])))
-    ids: list[int] = _numbers(as_bytes(text.get(1, b"")), _DTYPES[3], "model_input").tolist()
-    return ids
-
-
-def _array(message: bytes, field: str) -> Array:
+def _dense(message: dict[str, Any], field: str) -> Array:
     """Returns a tensor, dense: what a sparse one does not list is 0."""
-    shape: list[int] = []
-    content: dict[int, Value] = {}
-    for number, value in fields(message):
-        if number == 4:
-            shape += numbers(value)
-        else:
-            content[number] = value
-    dtype = _DTYPES.get(int(content.get(3, 0)))
+    dtype = _DTYPES.get(message.get("dtype", 0))
     if dtype is None:
         raise InvalidInput(
-            "a tensor has another type than float32 and int64", field=field, value=content.get(3)
+            "a tensor has another type than float32 and int64",
+            field=field,
+            value=message.get("dtype"),
         )
+    shape = message["shape"]
+    sparse = message["sparse"]
     try:
-        if 2 not in content:
-            values = _numbers(as_bytes(content.get(1, b"")), dtype, field)
+        if sparse is None:
+            values = _array(message["dense"], dtype, field)
             return values.reshape(shape) if shape else values
-        return _densified(dict(fields(as_bytes(content[2]))), shape, dtype, field=field)
+
+        rows, width = shape
+        if rows * width > _MOST_NUMBERS:
+            raise InvalidInput(
+                f"a sparse tensor stands for more than {_MOST_NUMBERS:,} numbers",
+                field=field,
+                value=shape,
+                remedy="send fewer targets for a token, or shorter sequences",
+            )
+        dense = np.zeros((rows, width), dtype)
+        row_ends = _array(sparse["row_ends"], _INT64, field)
+        columns = _array(sparse["columns"], _INT64, field)
+        places = (np.repeat(np.arange(rows), np.diff(row_ends)), columns)
+        dense[places] = _array(sparse["values"], dtype, field)
+        return dense
     except (ValueError, IndexError, TypeError) as error:
         raise InvalidInput(
             f"a tensor does not have its shape: {error}", field=field, value=shape
         ) from None
 
 
-def _densified(
-    sparse: dict[int, Value], shape: list[int], dtype: np.dtype[Any], *, field: str
-) -> Array:
-    int64 = _DTYPES[2]
-    values = _numbers(as_bytes(sparse.get(1, b"")), dtype, field)
-    row_ends = _numbers(as_bytes(sparse.get(2, b"")), int64, field)
-    columns = _numbers(as_bytes(sparse.get(3, b"")), int64, field)
-    rows, width = shape
-    if rows * width > _MOST_NUMBERS:
-        raise InvalidInput(
-            f"a sparse tensor stands for more than {_MOST_NUMBERS:,} numbers",
-            field=field,
-            value=shape,
-            remedy="send fewer targets for a token, or shorter sequences",
-        )
-    dense = np.zeros((rows, width), dtype)
-    dense[np.repeat(np.arange(rows), np.diff(row_ends)), columns] = values
-    return dense
-
-
-def _numbers(content: bytes, dtype: np.dtype[Any], field: str) -> Array:
+def _array(content: bytes, dtype: np.dtype[Any], field: str) -> Array:
     if len(content) % dtype.itemsize:
         raise InvalidInput(
             f"{len(content)} bytes are not a whole number of {dtype.name}", field=field
@@ -180,12 +160,18 @@ def _numbers(content: bytes, dtype: np.dtype[Any], field: str) -> Array:
 
 def write_outputs(outputs: Outputs) -> bytes:
     """Returns Tinker's `ForwardBackwardOutput`."""
-    parts = [bytes_field(1, b"ArrayRecord")]
+    kind = "ArrayRecord"
+    records = []
     for _, group in groupby(outputs.arrays, key=_trailing):
-        parts.append(bytes_field(2, _record(list(group))))
-    for name, amount in outputs.metrics.items():
-        parts.append(map_field(3, name, double_field(2, amount)))
-    return b"".join(parts)
+        data = list(group)
+        arrays = {name: _joined([each[name] for each in data]) for name in sorted(data[0])}
+        records.append({"kind": kind, "arrays": _entries(arrays), "count": len(data)})
+    metrics = _entries(outputs.metrics)
+    return MESSAGES.encode("Outputs", {"kind": kind, "records": records, "metrics": metrics})
+
+
+def _entries(values: Mapping[str, Any]) -> list[dict[str, Any]]:
+    return [{"key": key, "value": value} for key, value in values.items()]
 
 
 def _trailing(arrays: Mapping[str, Array]) -> list[tuple[str, tuple[int, ...]]]:
@@ -193,35 +179,54 @@ def _trailing(arrays: Mapping[str, Array]) -> list[tuple[str, tuple[int, ...]]]:
     return [(name, array.shape[1:]) for name, array in sorted(arrays.items())]
 
 
-def _record(data: list[dict[str, Array]]) -> bytes:
-    parts = [bytes_field(1, b"ArrayRecord")]
-    for name in sorted(data[0]):
-        arrays = [np.ascontiguousarray(each[name], "<f4") for each in data]
-        ends = np.cumsum([0, *(array.nbytes for array in arrays)], dtype="<i8")
-        tensor = [
-            bytes_field(1, b"".join(array.tobytes() for array in arrays)),
-            bytes_field(2, ends.tobytes()),
-            varint_field(3, _FLOAT32),
-        ]
-        tensor += [varint_field(4, size) for size in arrays[0].shape[1:]]
-        parts.append(map_field(2, name, bytes_field(2, b"".join(tensor))))
-    parts.append(varint_field(3, len(data)))
-    return b"".join(parts)
+def _joined(arrays: list[Array]) -> dict[str, Any]:
+    parts = [np.ascontiguousarray(array, "<f4").tobytes() for array in arrays]
+    ends = np.cumsum([0, *map(len, parts)], dtype="<i8")
+    return {
+        "data": b"".join(parts),
+        "ends": ends.tobytes(),
+        "dtype": _FLOAT32,
+        "trailing_shape": arrays[0].shape[1:],
+    }
 
 
 def write_samples(
-    samples: Sequence[SampleAnswer], prompt_logprobs: Sequence[float | None] | None
+    samples: Sequence[SampleAnswer],
+    prompt_logprobs: Sequence[float | None] | None = None,
+    top_of_prompt: Top | None = None,
+    targets: Mapping[str, Any] | None = None,
 ) -> bytes:
-    """Returns Tinker's `SampleResponse`."""
-    parts = []
-    for sample in samples:
-        sequence = [
-            varint_field(1, _STOP_REASONS[sample.stop_reason]),
-            bytes_field(2, np.asarray(sample.tokens, "<i4").tobytes()),
-            bytes_field(3, np.asarray(sample.logprobs, "<f4").tobytes()),
-        ]
-        parts.append(bytes_field(1, b"".join(sequence)))
+    """Returns Tinker's `SampleResponse`. `targets` is a `Tensor`."""
+    sequences = [
+        {
+            "reason": _STOP_REASONS[sample.stop_reason],
+            "tokens": np.asarray(sample.tokens, "<i4").tobytes(),
+            "logprobs": np.asarray(sample.logprobs, "<f4").tobytes(),
+            "top": _top(sample.top),
+        }
+        for sample in samples
+    ]
+    scores = None
     if prompt_logprobs is not None:
-        scores = np.array([np.nan if x is None else x for x in prompt_logprobs], "<f4")
-        parts.append(bytes_field(2, scores.tobytes()))
-    return b"".join(parts)
+        scores = np.array([np.nan if x is None else x for x in prompt_logprobs], "<f4").tobytes()
+    answer = {
+        "sequences": sequences,
+        "prompt_logprobs": scores,
+        "top_of_prompt": _top(top_of_prompt),
+        "targets": targets,
+    }
+    return MESSAGES.encode("Samples", answer)
+
+
+def _top(top: Top | None) -> dict[str, Any] | None:
+    if top is None:
+        return None
+    k = max((len(place) for place in top if place), default=0)
+    empty = [(_NO_LOGPROB, 0)] * k
+    pairs = [pair for place in top for pair in place or empty]
+    return {
+        "tokens": np.array([token for _, token, *_ in pairs], "<i4").tobytes(),
+        "logprobs": np.array([logprob for logprob, *_ in pairs], "<f4").tobytes(),
+        "k": k,
+        "length": len(top),
+    }

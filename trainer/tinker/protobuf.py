@@ -1,11 +1,18 @@
-"""The wire format of protocol buffers, as far as Tinker's messages use it.
+r"""The wire format of protocol buffers, as far as Tinker's messages use it.
 
 A message is a sequence of fields: a varint with the number and the kind of each, then its value.
+`Messages` says what they hold, a message in a line, and `*` marks a field that is repeated:
+
+    points = Messages("Point: 1 x int, 2 names str*, 3 near Point")
+    points.encode("Point", {"x": 7})         # b"\x08\x07"
+    points.decode("Point", b"\x08\x07")      # {"x": 7, "names": [], "near": None}
+
 The SDK's own classes are generated code of a package that this project does not need otherwise.
 """
 
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from common.errors import InvalidInput, TooLarge
 
@@ -15,14 +22,77 @@ data at once."""
 _VARINT = 0
 _DOUBLE = 1
 _BYTES = 2
-_FIXED32 = 5
-_WIDTHS = {_DOUBLE: 8, _FIXED32: 4}
-Value = int | float | bytes
+_WIDTHS = {_DOUBLE: 8, 5: 4}
+_ZEROS: dict[str, Any] = {"int": 0, "float": 0.0, "str": "", "bytes": b""}
+"""What stands for a field that is not there, by its kind; a float is a double on the wire."""
 
 
-def fields(message: bytes) -> Iterator[tuple[int, Value]]:
+class Messages:
+    """Kinds of messages, as dicts. A map is a repeated message of `key` and `value`."""
+
+    def __init__(self, text: str) -> None:
+        self._kinds: dict[str, dict[int, tuple[str, str, bool]]] = {}
+        for line in text.strip().splitlines():
+            kind, _, listed = line.partition(":")
+            fields = self._kinds[kind.strip()] = {}
+            for each in listed.split(","):
+                number, name, of = each.split()
+                fields[int(number)] = (name, of.rstrip("*"), of.endswith("*"))
+
+    def decode(self, kind: str, message: bytes) -> dict[str, Any]:
+        """Returns a message; a message in it that is not there is None. Raises InvalidInput for
+        what is no such message.
+        """
+        known = self._kinds[kind]
+        found = {name: [] if many else _ZEROS.get(of) for name, of, many in known.values()}
+        for number, value in _fields(message):
+            # Other fields are of another version, or are not needed.
+            name, of, many = known.get(number, ("", "", False))
+            if many and of == "int" and isinstance(value, bytes):
+                found[name] += _numbers(value)
+            elif many:
+                found[name].append(self._value(of, value))
+            elif of:
+                found[name] = self._value(of, value)
+        return found
+
+    def _value(self, kind: str, value: Any) -> Any:
+        wanted = type(_ZEROS[kind]) if kind in ("int", "float") else bytes
+        if not isinstance(value, wanted):
+            raise _malformed(f"{type(value).__name__} in the place of {wanted.__name__}")
+        if kind in self._kinds:
+            return self.decode(kind, value)
+        try:
+            return value.decode() if kind == "str" else value
+        except UnicodeDecodeError:
+            raise _malformed("a text that is not UTF-8") from None
+
+    def encode(self, kind: str, values: Mapping[str, Any]) -> bytes:
+        """Returns the bytes of a message; None stands for what is not there."""
+        parts = []
+        for number, (name, of, many) in self._kinds[kind].items():
+            value = values.get(name)
+            for each in value or () if many else [value]:
+                if each is not None:
+                    parts.append(self._field(number, of, each))
+        return b"".join(parts)
+
+    def _field(self, number: int, kind: str, value: Any) -> bytes:
+        if kind == "int":
+            return _varint(number << 3 | _VARINT) + _varint(value)
+        if kind == "float":
+            return _varint(number << 3 | _DOUBLE) + struct.pack("<d", value)
+        content: bytes = value
+        if kind in self._kinds:
+            content = self.encode(kind, value)
+        elif kind == "str":
+            content = value.encode()
+        return _varint(number << 3 | _BYTES) + _varint(len(content)) + content
+
+
+def _fields(message: bytes) -> Iterator[tuple[int, int | float | bytes]]:
     """Yields the number and the value of each field: bytes of texts, arrays and messages, a float
-    for a double, an int for any other number. Raises InvalidInput for what is no message.
+    for a double, an int for any other number.
     """
     at = 0
     count = 0
@@ -55,59 +125,13 @@ def fields(message: bytes) -> Iterator[tuple[int, Value]]:
         yield number, struct.unpack("<d", content)[0] if kind == _DOUBLE else content
 
 
-def numbers(value: Value) -> list[int]:
-    """Returns the integers of one field of a repeated number: packed in bytes, or one alone."""
-    if isinstance(value, int):
-        return [value]
+def _numbers(content: bytes) -> list[int]:
     found: list[int] = []
     at = 0
-    content = as_bytes(value)
     while at < len(content):
         number, at = _read_varint(content, at)
         found.append(number)
     return found
-
-
-def as_bytes(value: Value) -> bytes:
-    """Returns the bytes of a field. Raises InvalidInput for a number."""
-    if not isinstance(value, bytes):
-        raise _malformed("a number in the place of bytes")
-    return value
-
-
-def as_text(value: Value) -> str:
-    """Returns the text of a field. Raises InvalidInput for a number and for other encodings."""
-    try:
-        return as_bytes(value).decode()
-    except UnicodeDecodeError:
-        raise _malformed("a text that is not UTF-8") from None
-
-
-def entry(message: bytes) -> tuple[str, bytes | float]:
-    """Returns key and value of an entry of a map with texts as keys."""
-    found = dict(fields(message))
-    value = found.get(2, b"")
-    return as_text(found.get(1, b"")), value
-
-
-def varint_field(number: int, value: int) -> bytes:
-    """Returns a field with an integer of at least 0; nothing for 0, the default."""
-    return _varint(number << 3 | _VARINT) + _varint(value) if value else b""
-
-
-def bytes_field(number: int, value: bytes) -> bytes:
-    """Returns a field with bytes, a text or a message."""
-    return _varint(number << 3 | _BYTES) + _varint(len(value)) + value
-
-
-def double_field(number: int, value: float) -> bytes:
-    """Returns a field with a double."""
-    return _varint(number << 3 | _DOUBLE) + struct.pack("<d", value)
-
-
-def map_field(number: int, key: str, value: bytes) -> bytes:
-    """Returns an entry of a map; `value` is the field 2 of the entry."""
-    return bytes_field(number, bytes_field(1, key.encode()) + value)
 
 
 def _varint(value: int) -> bytes:

@@ -31,6 +31,8 @@ class TinkerRun:
     about: dict[str, Any] | None = None
     snapshot: int = -1
     """Number of the operation after which its state was saved; -1: none was."""
+    copies: int = 0
+    """How often its weights were saved for samplers since they last changed."""
 
 
 @dataclass
@@ -42,6 +44,8 @@ class Sampler:
     owner: str
     path: str | None
     """A checkpoint; None: the base model."""
+    copy: int = 0
+    """How many samplers of the session had this path before it."""
     clones: int = 0
     """Copies of its client that were given a number."""
 
@@ -66,6 +70,8 @@ class Checkpoint:
     about: dict[str, str] | None = None
     unnamed: bool = False
     """For one sampler; the newest of a run are kept."""
+    copies: int = 0
+    """Those of the run before it was saved."""
 
     @property
     def id(self) -> str:

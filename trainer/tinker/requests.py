@@ -2,15 +2,20 @@
 what the request means.
 """
 
+from collections.abc import Sequence
+from itertools import pairwise
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+import numpy as np
+from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError
 
 from common.errors import InvalidInput
 from common.wire.codec import parse_json
+from common.wire.schemas import AtMost
 from trainer.tinker.interface import AdamParams, LoraSpec
 
-Metadata = dict[str, Any]
+Metadata = Annotated[dict[str, Any], AtMost(1000)]
+Labels = Annotated[dict[str, str], AtMost(1000)]
 _B = TypeVar("_B", bound=BaseModel)
 _Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$")]
 _Ttl = Annotated[int, Field(ge=3600, le=10 * 366 * 86400)]
@@ -40,7 +45,7 @@ class Page(BaseModel):
 class CreateSession(TinkerBody):
     """Begins a session."""
 
-    tags: list[str] = []
+    tags: Annotated[list[str], AtMost(1000)] = []
     user_metadata: Metadata | None = None
     sdk_version: str = ""
     project_id: str | None = None
@@ -96,7 +101,7 @@ class SaveWeights(Numbered):
     path: _Name | None = None
     ttl_seconds: _Ttl | None = None
     overwrite: bool = False
-    user_metadata: dict[str, str] | None = None
+    user_metadata: Labels | None = None
 
 
 class SaveForSampler(Numbered):
@@ -107,7 +112,7 @@ class SaveForSampler(Numbered):
     kind: Literal["snapshot"] = "snapshot"
     """`inflight`, which changes under its requests, is not served."""
     ttl_seconds: _Ttl | None = None
-    user_metadata: dict[str, str] | None = None
+    user_metadata: Labels | None = None
 
 
 class SaveExternal(Numbered):
@@ -115,7 +120,7 @@ class SaveExternal(Numbered):
 
     path: _Name
     ttl_seconds: _Ttl | None = None
-    age_encryption_recipients: Annotated[list[str], Field(max_length=0)] | None = None
+    age_encryption_recipients: Annotated[list[str], AtMost(0)] | None = None
     """Files are not encrypted: they do not leave the server but to their owner."""
 
 
@@ -162,7 +167,7 @@ class Chunk(BaseModel):
     """Tokens of a prompt."""
 
     model_config = ConfigDict(extra="forbid")
-    tokens: list[int]
+    tokens: Annotated[list[int], AtMost(1 << 20)]
     type: Literal["encoded_text"] = "encoded_text"
 
 
@@ -170,7 +175,7 @@ class PromptChunks(BaseModel):
     """A prompt of text."""
 
     model_config = ConfigDict(extra="forbid")
-    chunks: list[Chunk]
+    chunks: Annotated[list[Chunk], AtMost(10_000)]
 
 
 class SampleParams(BaseModel):
@@ -179,11 +184,61 @@ class SampleParams(BaseModel):
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     seed: int | None = None
-    stop: str | list[str] | list[int] | None = None
+    stop: str | Annotated[list[str], AtMost(1000)] | Annotated[list[int], AtMost(1000)] | None = (
+        None
+    )
     """None: at the model's end of text; an empty list: at nothing; others: at these and the end."""
     temperature: Annotated[float, Field(ge=0)] = 1.0
     top_k: Annotated[int, Field(ge=-1)] = -1
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+
+
+class TokenTensor(BaseModel):
+    """Tokens to score at the places of a prompt after the first, [T - 1, K]; -1 stands for none. A
+    sparse one lists tokens with their places (CSR).
+    """
+
+    model_config = ConfigDict(extra="forbid")
+    data: Annotated[list[Annotated[int, Field(ge=-1)]], AtMost(1 << 20)]
+    dtype: Literal["int64"]
+    shape: tuple[PositiveInt, PositiveInt]
+    sparse_crow_indices: Annotated[list[int], AtMost(1 << 20)] | None = None
+    sparse_col_indices: Annotated[list[int], AtMost(1 << 20)] = []
+
+    @property
+    def tokens(self) -> list[int]:
+        """All tokens, once each."""
+        return sorted({*self.data} - {-1})
+
+    def answer(self, scores: Sequence[Sequence[Any] | None]) -> dict[str, Any]:
+        """Returns the log-probabilities in the same layout, as a `Tensor` of protobuf, given those
+        of `tokens` at every place of the prompt. Raises InvalidInput for another shape.
+        """
+        rows, width = self.shape
+        ends = self.sparse_crow_indices
+        values: list[float] = []
+        for place, (start, end) in zip(
+            scores[1:], pairwise(ends or range(0, rows * width + 1, width)), strict=False
+        ):
+            known = {token: logprob for logprob, token, *_ in place or ()}
+            values += [known.get(token, 0.0) for token in self.data[start:end]]
+        if rows != len(scores) - 1 or len(values) != len(self.data):
+            raise InvalidInput(
+                "it has another shape than the prompt, or than its numbers",
+                field="target_prompt_logprobs.shape",
+                value=self.shape,
+                remedy=f"send {len(scores) - 1} rows: one for each token after the first",
+            )
+        content = np.array(values, "<f4").tobytes()
+        answer: dict[str, Any] = {"dtype": 1, "shape": self.shape}
+        if ends is None:
+            return {**answer, "dense": content}
+        sparse = {
+            "values": content,
+            "row_ends": np.array(ends, "<i8").tobytes(),
+            "columns": np.array(self.sparse_col_indices, "<i8").tobytes(),
+        }
+        return {**answer, "sparse": sparse}
 
 
 class Sample(TinkerBody):
@@ -199,11 +254,11 @@ class Sample(TinkerBody):
     """The sampling session has them."""
     prompt_logprobs: bool | None = None
     prompt_logprobs_last_n: Annotated[int, Field(ge=1)] | None = None
-    topk_prompt_logprobs: Annotated[int, Field(le=0)] = 0
-    topk_sample_logprobs: Annotated[int, Field(le=0)] = 0
-    target_prompt_logprobs: None = None
+    topk_prompt_logprobs: Annotated[int, Field(ge=0, le=1024)] = 0
+    topk_sample_logprobs: Annotated[int, Field(ge=0, le=1024)] = 0
+    target_prompt_logprobs: TokenTensor | None = None
     prompt_alt_tokens_k: Annotated[int, Field(le=0)] = 0
-    record_stability_info: Literal[False] | None = None
+    record_stability_info: bool | None = None
 
     @property
     def tokens(self) -> list[int]:
@@ -231,7 +286,7 @@ class RetrieveMany(TinkerBody):
     target: Target
     prev_cursor: Annotated[int, Field(ge=0)] = 0
     timeout: Annotated[float, Field(ge=0)] | None = None
-    retrieved_request_ids: Annotated[list[str], Field(max_length=100_000)] = []
+    retrieved_request_ids: Annotated[list[str], AtMost(100_000)] = []
 
 
 class TinkerPath(TinkerBody):
@@ -250,11 +305,7 @@ _INSTEAD = {
     "optimizer_params": "adam_params: AdamW is the optimiser",
     "optimizer_config.type": "adamw",
     "kind": "snapshot: take a new sampling client after an update",
-    "topk_prompt_logprobs": "prompt_logprobs",
-    "topk_sample_logprobs": "the log-probabilities of the sampled tokens, which every answer has",
-    "target_prompt_logprobs": "prompt_logprobs, of a prompt with the tokens",
     "prompt_alt_tokens_k": "num_samples, of the prompt up to the position",
-    "record_stability_info": "loss_fn importance_sampling, ppo, cispo or gspo, which need none",
     "age_encryption_recipients": "files over a server with TLS_CERT and TLS_KEY, or encrypt them "
     "after the download",
     "weights_access_token": "the key of the client that saved the weights",

@@ -7,6 +7,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
 import httpx
+import msgspec
 from fastapi import FastAPI
 from transformers import AutoModelForCausalLM
 
@@ -24,6 +25,7 @@ from services.engine.engine import Engine
 from services.engine.model import Model
 from services.http.app import serve
 from services.rollout.engine_client import TINKER_ADAPTERS, EngineClient
+from trainer.observe.audit import Setup
 from trainer.policy.scorer import context_length
 from trainer.start.rank import started
 from trainer.tinker.app import create_tinker_app
@@ -33,6 +35,8 @@ from trainer.tinker.interface import TinkerLearner
 from trainer.tinker.learner import RunLearner
 from trainer.tinker.sampling import Adapters
 from trainer.tinker.server import TinkerServer
+from trainer.tinker.settings import RECORDED
+from trainer.trackers.base import flatten
 
 log = logging.getLogger(__name__)
 _IN_PROCESS = "http://in-process"
@@ -43,7 +47,7 @@ def run(config: Config, topology: Topology, clients: Clients) -> None:
     with started(config, topology, TINKER) as (ranks, lock):
         assert config.trainer.run_dir is not None, "`load` sets it"
         if lock is not None:
-            _check_identity(config, config.trainer.run_dir)
+            _record_settings(config, Setup.here(ranks), config.trainer.run_dir)
         learner = RunLearner(config, ranks)
         if lock is None:
             learner.follow()
@@ -59,27 +63,27 @@ def run(config: Config, topology: Topology, clients: Clients) -> None:
             learner.close()
 
 
-def _check_identity(config: Config, directory: Path) -> None:
-    """Raises ConfigError when the directory is of a server with another base model or scale, in
-    which no run would come back as it was.
+def _record_settings(config: Config, setup: Setup, directory: Path) -> None:
+    """Writes what the bits of all runs depend on. Raises ConfigError when the directory is of a
+    server with another base model or scale, in which no run would come back as it was.
     """
-    file = directory / "identity.json"
-    own = {
-        "model.name": str(config.model.name),
-        "model.dtype": config.model.dtype,
-        "lora.alpha": config.lora.alpha,
-    }
-    if not file.exists():
-        file.write_text(json.dumps(own), encoding="utf-8")
-        return
-    for name, value in json.loads(file.read_text(encoding="utf-8")).items():
-        if own[name] != value:
-            raise ConfigError(
-                f"the runs in {directory} were made with another {name}",
-                field=name,
-                value=own[name],
-                remedy=f"set it to {value}, or name another directory",
-            )
+    file = directory / RECORDED
+    content = config.model_dump(mode="json")
+    if file.exists():
+        before = flatten(json.loads(file.read_bytes())["config"])
+        now = flatten(content)
+        for name in ("model.name", "model.dtype", "lora.alpha"):
+            if now[name] != before[name]:
+                raise ConfigError(
+                    f"the runs in {directory} were made with another {name}",
+                    field=name,
+                    value=now[name],
+                    remedy=f"set it to {before[name]}, or name another directory",
+                )
+    new = file.with_suffix(".new")
+    recorded = {"config": content, "setup": msgspec.to_builtins(setup)}
+    new.write_text(json.dumps(recorded), encoding="utf-8")
+    new.replace(file)
 
 
 def _tokenizer(config: Config) -> str:
@@ -128,6 +132,7 @@ def _composed(
         most_runs=config.tinker.max_runs,
         resident=config.tinker.resident_runs,
         seed=config.seed,
+        stable_reinforce=config.tinker.stable_reinforce,
     )
 
     @asynccontextmanager

@@ -2,7 +2,7 @@
 
     adapter_config.json  adapter_model.safetensors   what engines and PEFT load
     optimizer.safetensors                            AdamW's moments, and gradients not applied yet
-    run.json                                         the LoRA spec, and the checksums of the others
+    run.json                                         spec and alpha, and the checksums of the others
 
 A folder has its name when all of it is on the disk.
 """
@@ -26,7 +26,7 @@ from trainer.tinker.interface import LoraSpec
 from trainer.weights.tensor_file import write_tensors
 
 _OPTIMIZER = "optimizer.safetensors"
-_RUN = "run.json"
+RUN = "run.json"
 _FORMAT = 1
 _T = TypeVar("_T")
 
@@ -36,6 +36,8 @@ class Saved:
     """A run as it is saved."""
 
     spec: LoraSpec
+    alpha: float
+    """The scale times the rank."""
     factors: dict[str, Tensor]
     """By PEFT's names."""
     optimizer: dict[str, Tensor] = field(default_factory=dict)
@@ -49,8 +51,8 @@ def write(saved: Saved, config: str, folder: Path) -> None:
         sums = {ADAPTER_WEIGHTS: _adapter(saved.factors, config, directory)}
         if saved.optimizer:
             sums[_OPTIMIZER] = _tensors(saved.optimizer, directory / _OPTIMIZER)
-        content = {"lora": asdict(saved.spec), "checksums": sums}
-        (directory / _RUN).write_text(json.dumps({"format": _FORMAT, **content}))
+        content = {"lora": asdict(saved.spec), "alpha": saved.alpha, "checksums": sums}
+        (directory / RUN).write_text(json.dumps({"format": _FORMAT, **content}))
 
     _durably(folder, files)
 
@@ -65,7 +67,7 @@ def read(folder: Path, optimizer: bool) -> Saved:
 
     Raises NotFound for a folder without one, and InvalidInput for a file that has changed.
     """
-    path = folder / _RUN
+    path = folder / RUN
     if not path.is_file():
         raise NotFound(
             "there is no saved run", field="path", value=str(folder), remedy="save one there first"
@@ -85,7 +87,12 @@ def read(folder: Path, optimizer: bool) -> Saved:
                 remedy="load another checkpoint",
             )
         tensors[name] = load_file(folder / name)
-    return Saved(LoraSpec(**content["lora"]), tensors[ADAPTER_WEIGHTS], tensors[_OPTIMIZER])
+    return Saved(
+        spec=LoraSpec(**content["lora"]),
+        alpha=content["alpha"],
+        factors=tensors[ADAPTER_WEIGHTS],
+        optimizer=tensors[_OPTIMIZER],
+    )
 
 
 def _adapter(factors: dict[str, Tensor], config: str, directory: Path) -> str:

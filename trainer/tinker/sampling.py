@@ -2,14 +2,16 @@
 
 A sampler's weights never change: they are an adapter with the checksum of its file in its name, or
 the base model. Engines check the file against the name, so an answer is of these weights or is
-refused. Without a seed of the client, the seed follows from the weights and the request's number: a
-request that is sampled again after a crash gets the same answer.
+refused. Without a seed of the client, the seed follows from the weights, how often they were saved
+and given to samplers before, and the request's number. So a request that is sampled again after a
+crash gets the same answer, and so does a loop that goes on from its last checkpoint.
 """
 
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -109,7 +111,7 @@ class Sampling:
         *,
         max_context_tokens: int,
         finished: Callable[[str, int], None],
-        at_once: int = 64,
+        at_once: int = 256,
     ) -> None:
         self.turns = Turns(in_order=False)
         self._client = client
@@ -172,7 +174,7 @@ class Sampling:
     async def _answer(self, sampler: Sampler, body: requests.Sample) -> tuple[bytes, str]:
         """Returns the answer, and the path and the checksum of its weights."""
         if sampler.path is None:
-            return await self._generate(body, None, f"{sampler.id.rpartition(':')[2]}"), "base"
+            return await self._generate(body, None, f"{sampler.copy}"), "base"
         try:
             checkpoint = self._state.find(Checkpoint, sampler.path, sampler.owner)
         except NotFound as error:
@@ -180,7 +182,7 @@ class Sampling:
             raise
         name = f"{checkpoint.run.replace(':', '-')}-{checkpoint.folder}@{checkpoint.checksum}"
         files = self._state.files(checkpoint)
-        seed = f"{checkpoint.checksum} {sampler.id.rpartition(':')[2]}"
+        seed = f"{checkpoint.checksum} {checkpoint.copies} {sampler.copy}"
         weights = f"{checkpoint.path}@{checkpoint.checksum}"
 
         async def answer(*, again: bool) -> tuple[bytes, str]:
@@ -212,22 +214,58 @@ class Sampling:
         sampling["stop"] = [stop for stop in stops if isinstance(stop, str)]
         sampling["stop_token_ids"] = [stop for stop in stops if isinstance(stop, int)]
 
-        scores: list[float | None] | None = None
-        if body.prompt_logprobs:
-            scores = await self._score(body, adapter)
+        scores: dict[str, list[Any]] = {}
+        targets = body.target_prompt_logprobs
+        if body.prompt_logprobs or body.topk_prompt_logprobs or targets:
+            chosen = targets.tokens if targets else []
+            scores = await self._score(
+                body.tokens, adapter, top=body.topk_prompt_logprobs, chosen=chosen
+            )
+        if body.prompt_logprobs_last_n is not None:
+            skipped = max(0, len(body.tokens) - body.prompt_logprobs_last_n)
+            for name in ("input_token_logprobs", "input_top_logprobs"):
+                scores[name][:skipped] = [None] * skipped
+
         answers = await self._completions(body.tokens, sampling, adapter)
         samples = [_sampled(answer) for answer in answers]
-        return write_samples(samples, scores)
+        if body.topk_sample_logprobs:
+            samples = [await self._with_top(body, sample, adapter) for sample in samples]
+        own = [place and place[0] for place in scores.get("input_token_logprobs", ())]
+        return write_samples(
+            samples,
+            own if body.prompt_logprobs else None,
+            scores["input_top_logprobs"] if body.topk_prompt_logprobs else None,
+            targets and targets.answer(scores["input_token_ids_logprobs"]),
+        )
 
-    async def _score(self, body: requests.Sample, adapter: str | None) -> list[float | None]:
-        """Returns the log-probabilities of the prompt's tokens, None for the first."""
+    async def _with_top(
+        self, body: requests.Sample, sample: SampleAnswer, adapter: str | None
+    ) -> SampleAnswer:
+        """Returns a sample with the likeliest tokens at its places, at temperature 1."""
+        tokens = [*body.tokens, *sample.tokens]
+        scores = await self._score(tokens, adapter, top=body.topk_sample_logprobs)
+        return replace(sample, top=scores["input_top_logprobs"][len(body.tokens) :])
+
+    async def _score(
+        self, tokens: list[int], adapter: str | None, *, top: int, chosen: Sequence[int] = ()
+    ) -> dict[str, list[Any]]:
+        """Returns SGLang's triples (log-probability, token, text) of tokens, of the `top` likeliest
+        in their places, and of those `chosen`; the first token has none.
+        """
         sampling = {"max_new_tokens": 0, "temperature": 1.0}
-        (answer,) = await self._post(body.tokens, sampling, adapter, logprob_start_len=0)
-        found = [logprob for logprob, *_ in answer["meta_info"]["input_token_logprobs"]]
-        last = body.prompt_logprobs_last_n
-        if last is not None:
-            found[: max(0, len(found) - last)] = [None] * max(0, len(found) - last)
-        return found
+        others = {"top_logprobs_num": top, "token_ids_logprob": list(chosen)}
+        (answer,) = await self._post(tokens, sampling, adapter, logprob_start_len=0, **others)
+        found: dict[str, list[Any]] = answer["meta_info"]
+        for asked, name in ((top, "input_top_logprobs"), (chosen, "input_token_ids_logprobs")):
+            if asked and len(found.get(name, ())) != len(tokens):
+                raise ServiceError(
+                    "the engine does not score other tokens beside those of a prompt",
+                    field=name,
+                    value=len(found.get(name, ())),
+                    remedy="use engines, and a router, that know top_logprobs_num and "
+                    "token_ids_logprob",
+                )
+        return {**found, "input_top_logprobs": found.get("input_top_logprobs", [])}
 
     async def _completions(
         self, tokens: list[int], sampling: dict[str, Any], adapter: str | None

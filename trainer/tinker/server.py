@@ -2,7 +2,6 @@
 
 import asyncio
 import secrets
-import shutil
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
@@ -15,8 +14,8 @@ from common.clients.rollout import RolloutClient
 from common.errors import InvalidInput, Overloaded, ServiceLost
 from services.http.sqlite_store import sum_of
 from trainer.tinker import requests
-from trainer.tinker.interface import LoraSpec, TinkerLearner
-from trainer.tinker.messages import address, read_pass
+from trainer.tinker.interface import WITHOUT_STABLE_REINFORCE, LoraSpec, TinkerLearner
+from trainer.tinker.messages import read_pass
 from trainer.tinker.records import (
     Checkpoint,
     Fact,
@@ -27,7 +26,7 @@ from trainer.tinker.records import (
     TinkerSession,
 )
 from trainer.tinker.sampling import Adapters, Sampling
-from trainer.tinker.state import State
+from trainer.tinker.state import State, remove_files
 from trainer.tinker.store import Journal, TinkerStore
 from trainer.tinker.training import Training
 from trainer.tinker.turns import Turns
@@ -49,6 +48,8 @@ class TinkerServer:
         most_runs: of a client.
         resident: the most runs in memory.
         seed: of adapters for which clients give none, with the number of the run in its session.
+        stable_reinforce: the loss in the place of that one, which needs no record of samples;
+        empty: it is refused.
     """
 
     def __init__(  # noqa: PLR0913
@@ -63,11 +64,13 @@ class TinkerServer:
         most_runs: int = 1000,
         resident: int = 8,
         seed: int = 0,
+        stable_reinforce: str = "",
     ) -> None:
         self.base_model = base_model
         self.max_context_tokens = max_context_tokens
         self.state = State(directory, most_runs)
         self._seed = seed
+        self._stable_reinforce = stable_reinforce
         self.failure: ServiceLost | None = None
         """Why operations are no longer applied, if so."""
         self._store = TinkerStore(directory / "tinker.sqlite")
@@ -98,7 +101,7 @@ class TinkerServer:
         )
         for fact in facts:
             self.state.add(fact)
-        self.state.sweep()
+        await asyncio.to_thread(self.state.sweep)
         for run in self.state.all(TinkerRun):
             self._training.start(run, applied.get(run.id, -1))
         for line, number in waiting:
@@ -162,7 +165,8 @@ class TinkerServer:
                 value=body.model_path,
                 remedy="use what save_weights_for_sampler returns",
             )
-        return await self._put(Sampler(name, session.id, owner, body.model_path))
+        same = self.state.owned(Sampler, owner, session=session.id, path=body.model_path)
+        return await self._put(Sampler(name, session.id, owner, body.model_path, len(same)))
 
     async def join_sampler(self, owner: str, name: str) -> int:
         """Returns a number for a copy of a sampler's client."""
@@ -201,7 +205,7 @@ class TinkerServer:
             if sampler.id.startswith(f"{name}:"):  # of weights without a name
                 gone.append(sampler)
         await self.state.forget(gone, self._journal)
-        shutil.rmtree(self.state.folder(run), ignore_errors=True)
+        await remove_files(self.state.folder(run))
 
     async def _put(self, fact: _F) -> _F:
         self.state.add(fact)
@@ -262,11 +266,10 @@ class TinkerServer:
 
     async def accept_pass(self, owner: str, body: bytes) -> TinkerOperation:
         """Accepts a pass in protobuf: a loss, and its gradient unless it says forward only."""
-        name, number = address(body)
-        run = self.state.find(TinkerRun, name, owner)
         given = await asyncio.to_thread(read_pass, body)
+        run = self.state.find(TinkerRun, given.run, owner)
         kind = "forward" if given.forward_only else "forward_backward"
-        return await self._accept(TinkerOperation(run.id, number, kind, body))
+        return await self._accept(TinkerOperation(run.id, given.seq, kind, body))
 
     async def accept(self, owner: str, kind: str, body: requests.Numbered) -> TinkerOperation:
         """Accepts an operation of a run."""
@@ -275,6 +278,13 @@ class TinkerServer:
 
     async def accept_sample(self, owner: str, body: requests.Sample) -> TinkerOperation:
         """Accepts a request of a sampler."""
+        if body.record_stability_info and not self._stable_reinforce:
+            raise InvalidInput(
+                "nothing is recorded for stable_reinforce, which this server does not compute",
+                field="record_stability_info",
+                value=True,
+                remedy=WITHOUT_STABLE_REINFORCE,
+            )
         sampler = self.state.find(Sampler, body.sampling_session_id, owner)
         return await self._accept(TinkerOperation(sampler.id, body.seq_id, "sample", body.stored()))
 

@@ -21,6 +21,8 @@ _READ = (
     "reproducible",
     "algorithm.rollout_correction",  # not used, but its value follows from the engine
 )
+RECORDED = "settings.json"
+"""In the directory of a server: what the bits of its results depend on."""
 WORDS = {
     "--model": "--model.name",
     "--dir": "--trainer.run_dir",

@@ -2,6 +2,8 @@
 who may use it.
 """
 
+import asyncio
+import secrets
 import shutil
 import time
 from collections.abc import Iterator, Sequence
@@ -105,6 +107,10 @@ class State:
         """Returns the directory of a checkpoint's files."""
         return self._folder(checkpoint.run) / checkpoint.folder
 
+    def snapshot(self, run: TinkerRun) -> Path:
+        """Returns the directory of a run's last snapshot."""
+        return self.folder(run) / f"state-{run.snapshot}"
+
     def _folder(self, run: str) -> Path:
         return self._directory / "runs" / run.replace(":", "-")
 
@@ -126,7 +132,7 @@ class State:
         if checkpoint.unnamed:
             gone += self.owned(Sampler, checkpoint.owner, path=checkpoint.path)
         await self.forget(gone, journal)
-        shutil.rmtree(self.files(checkpoint), ignore_errors=True)
+        await remove_files(self.files(checkpoint))
 
     async def forget(self, facts: Sequence[Fact], journal: Journal, *kept: Fact) -> None:
         """Forgets facts and the operations of those that have any, and notes `kept` with that."""
@@ -145,7 +151,17 @@ class State:
         """Removes files that no fact names: what a killed process had begun, or not removed yet."""
         named = {self.files(each) for each in self.all(Checkpoint)}
         for run in self.all(TinkerRun):
-            named.add(self.folder(run) / f"state-{run.snapshot}")
+            named.add(self.snapshot(run))
         for folder in self._directory.glob("runs/*/*"):
             if folder not in named:
                 shutil.rmtree(folder, ignore_errors=True)
+
+
+async def remove_files(folder: Path) -> None:
+    """Removes a folder if it is there. Its name is free at once; many gigabytes go in a thread."""
+    gone = folder.with_name(f"{folder.name}.{secrets.token_hex(4)}")
+    try:
+        folder.rename(gone)  # noqa: ASYNC240
+    except FileNotFoundError:
+        return
+    await asyncio.to_thread(shutil.rmtree, gone, ignore_errors=True)

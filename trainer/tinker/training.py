@@ -11,7 +11,7 @@ import json
 import logging
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -30,7 +30,7 @@ from trainer.tinker.records import (
     TinkerResult,
     TinkerRun,
 )
-from trainer.tinker.state import State
+from trainer.tinker.state import State, remove_files
 from trainer.tinker.store import Journal, TinkerStore
 from trainer.tinker.turns import Turns
 
@@ -55,7 +55,9 @@ class NotReproduced(ServiceError):
 
 
 @dataclass(frozen=True)
-class _Outcome:
+class Outcome:
+    """What an operation comes to."""
+
     content: bytes
     is_json: bool = True
     facts: tuple[Fact, ...] = ()
@@ -147,6 +149,8 @@ class Training:
             unsaved = self._resident.pop(run.id, 0.0) + time.monotonic() - started
             self._resident[run.id] = unsaved
             result = TinkerResult(ok=True, content=outcome.content, is_json=outcome.is_json)
+            if operation.kind == "optim_step":
+                run.copies = 0
             if outcome.needs_snapshot or unsaved > SNAPSHOT_S:
                 outdated = await self._save(run, operation.seq)
             facts += outcome.facts
@@ -182,9 +186,9 @@ class Training:
         for fact in facts:
             replaced = self._state.add(fact)
             if isinstance(replaced, Checkpoint) and replaced is not fact:
-                shutil.rmtree(self._state.files(replaced), ignore_errors=True)
+                await remove_files(self._state.files(replaced))
         if outdated is not None:
-            shutil.rmtree(outdated, ignore_errors=True)
+            await remove_files(outdated)
         for checkpoint in self._state.outdated():
             await self._state.delete(checkpoint, self._journal)
 
@@ -208,10 +212,7 @@ class Training:
     async def _repeat(self, run: TinkerRun) -> None:
         """Loads the snapshot of a run and applies again what was applied since."""
         since = await self._journal.run(lambda store: store.since(run, CHANGING))
-        if run.snapshot >= 0:
-            folder = self._state.folder(run) / f"state-{run.snapshot}"
-            await self._thread.call(self._learner.load, run.id, folder, optimizer=True)
-        elif not since:
+        if run.snapshot < 0 and not since:
             raise NotFound(
                 "this run could not be created",
                 field="model_id",
@@ -219,16 +220,7 @@ class Training:
                 remedy="see the error of its first operation, and create another run",
             )
         started = time.monotonic()
-        for earlier, result in since:
-            again = await self._thread.call(self._compute, run, earlier)
-            if again.content != result.content:
-                raise NotReproduced(
-                    f"operation {earlier.request_id} gave another answer when it was applied again",
-                    field="operation",
-                    value=earlier.request_id,
-                    remedy="compute with the same hardware, libraries and number of threads as "
-                    "before, or create a run from the last saved weights",
-                )
+        await self._thread.call(repeat, self._learner, run, self._state.snapshot(run), since=since)
         self._resident[run.id] = time.monotonic() - started
 
     async def _put_away(self, name: str) -> None:
@@ -238,7 +230,7 @@ class Training:
             outdated = await self._save(run, self.turns.following(name) - 1)
             await self._journal.run(partial(_note_snapshot, run=run))
             if outdated is not None:
-                shutil.rmtree(outdated, ignore_errors=True)
+                await remove_files(outdated)
         await self._lose(run)
 
     async def _lose(self, run: TinkerRun) -> None:
@@ -249,9 +241,8 @@ class Training:
         """Saves a run as it is after operation `number`; returns the folder of the snapshot before,
         which is needed until the new one is noted.
         """
-        folder = self._state.folder(run)
-        outdated = folder / f"state-{run.snapshot}"
-        saved = folder / f"state-{number}"
+        outdated = self._state.snapshot(run)
+        saved = outdated.with_name(f"state-{number}")
         if saved == outdated:
             return None
         await self._thread.call(self._learner.save, run.id, _fresh(saved))
@@ -261,25 +252,15 @@ class Training:
 
     # ------------------------------------------------------------ in the learner's thread
 
-    def _compute(self, run: TinkerRun, operation: TinkerOperation) -> _Outcome:
-        learner = self._learner
+    def _compute(self, run: TinkerRun, operation: TinkerOperation) -> Outcome:
         kind = operation.kind
-        if kind == "create_model":
-            learner.create(run.id, run.lora)
-            return _json(model_id=run.id, type=kind)
-        if kind in ("forward", "forward_backward"):
-            given = read_pass(operation.body)
-            compute = learner.forward if kind == "forward" else learner.forward_backward
-            outputs = compute(run.id, given.data, given.loss, given.config)
-            return _Outcome(write_outputs(outputs), is_json=False)
-        if kind == "optim_step":
-            adam = requests.parse(requests.OptimStep, operation.body).adam_params
-            return _json(metrics=learner.optim_step(run.id, adam))
+        if kind in (*CHANGING, "forward"):
+            return compute(self._learner, run, operation)
         if kind == "load_weights":
             return self._load(run, operation)
         return self._export(run, operation)
 
-    def _load(self, run: TinkerRun, operation: TinkerOperation) -> _Outcome:
+    def _load(self, run: TinkerRun, operation: TinkerOperation) -> Outcome:
         body = requests.parse(requests.LoadWeights, operation.body)
         checkpoint = self._state.find(Checkpoint, body.path, run.owner)
         if checkpoint.kind != "weights":
@@ -290,9 +271,10 @@ class Training:
                 remedy="load what save_state has saved: tinker://RUN/weights/NAME",
             )
         self._learner.load(run.id, self._state.files(checkpoint), optimizer=body.optimizer)
+        run.copies = checkpoint.copies
         return _json(needs_snapshot=True, path=body.path, model_id=run.id, type="load_weights")
 
-    def _export(self, run: TinkerRun, operation: TinkerOperation) -> _Outcome:
+    def _export(self, run: TinkerRun, operation: TinkerOperation) -> Outcome:
         """Saves weights: for training, for samplers, or for downloads."""
         kind = _SAVED_AS[operation.kind]
         body: Any = requests.parse(requests.OPERATIONS[operation.kind], operation.body)
@@ -327,7 +309,10 @@ class Training:
             expires=body.ttl_seconds and now + body.ttl_seconds,
             about=getattr(body, "user_metadata", None),
             unnamed=body.path is None,
+            copies=run.copies,
         )
+        if kind == "sampler_weights":
+            run.copies += 1
         if kind != "sampler_weights" or not checkpoint.unnamed:
             return _json(checkpoint, path=path, type=operation.kind)
         sampler = Sampler(f"{run.id}:sample:{operation.seq}", run.session, run.owner, path)
@@ -336,13 +321,53 @@ class Training:
         )
 
 
+def compute(learner: TinkerLearner, run: TinkerRun, operation: TinkerOperation) -> Outcome:
+    """Applies one of `CHANGING`, or a pass without gradients."""
+    kind = operation.kind
+    if kind == "create_model":
+        learner.create(run.id, run.lora)
+        return _json(model_id=run.id, type=kind)
+    if kind == "optim_step":
+        adam = requests.parse(requests.OptimStep, operation.body).adam_params
+        return _json(metrics=learner.optim_step(run.id, adam))
+    given = read_pass(operation.body)
+    score = learner.forward if kind == "forward" else learner.forward_backward
+    outputs = score(run.id, given.data, given.loss, given.config)
+    return Outcome(write_outputs(outputs), is_json=False)
+
+
+def repeat(
+    learner: TinkerLearner,
+    run: TinkerRun,
+    snapshot: Path,
+    *,
+    since: Sequence[tuple[TinkerOperation, TinkerResult]],
+    before: Callable[[int], None] = lambda _: None,
+) -> None:
+    """Loads the snapshot of a run, if it has one, and applies again what was applied since; calls
+    `before` with the number of each operation. Raises NotReproduced.
+    """
+    if run.snapshot >= 0:
+        learner.load(run.id, snapshot, optimizer=True)
+    for operation, result in since:
+        before(operation.seq)
+        if compute(learner, run, operation).content != result.content:
+            raise NotReproduced(
+                f"operation {operation.request_id} gave another answer when it was applied again",
+                field="operation",
+                value=operation.request_id,
+                remedy="compute with the same hardware, libraries and number of threads as "
+                "before, or create a run from the last saved weights",
+            )
+
+
 def _note_snapshot(store: TinkerStore, run: TinkerRun) -> None:
     store.put(run)
     store.passed(run)
 
 
-def _json(*facts: Fact, needs_snapshot: bool = False, **answer: object) -> _Outcome:
-    return _Outcome(json.dumps(answer).encode(), facts=facts, needs_snapshot=needs_snapshot)
+def _json(*facts: Fact, needs_snapshot: bool = False, **answer: object) -> Outcome:
+    return Outcome(json.dumps(answer).encode(), facts=facts, needs_snapshot=needs_snapshot)
 
 
 def _fresh(folder: Path) -> Path:

@@ -13,6 +13,10 @@ from common.process.imports import import_callable
 from common.settings.sections import TrackersSection
 
 Cell = str | float | int | bool | None
+Record = Mapping[str, Any]
+"""A step or an evaluation, as `metrics.jsonl` and `evaluations.jsonl` have it."""
+Numbers = dict[str, float]
+"""Numbers of a step or an evaluation by name."""
 LIBRARIES = {
     "tensorboard": "trainer.trackers.to_tensorboard:TensorBoardTracker",
     "wandb": "trainer.trackers.to_wandb:WandbTracker",
@@ -58,7 +62,7 @@ class Tracker(Protocol):
     where: str
     """Address or command that shows the run."""
 
-    def metrics(self, step: int, values: dict[str, float]) -> None:
+    def metrics(self, step: int, values: Numbers) -> None:
         """Records the numbers of a step or an evaluation, named `group/name`."""
 
     def table(self, step: int, name: str, columns: list[str], rows: list[list[Cell]]) -> None:
@@ -101,7 +105,7 @@ def check(settings: TrackersSection) -> None:
         )
 
 
-def flatten(values: Mapping[str, Any], separator: str = ".") -> Json:
+def flatten(values: Record, separator: str = ".") -> Json:
     """Returns the values of nested mappings by their joined names."""
     found: Json = {}
     for name, value in values.items():
@@ -113,7 +117,7 @@ def flatten(values: Mapping[str, Any], separator: str = ".") -> Json:
     return found
 
 
-def numbers(record: Mapping[str, Any], separator: str = ".") -> dict[str, float]:
+def numbers(record: Record, separator: str = ".") -> Numbers:
     """Returns the numbers of a step or an evaluation by name, without those that are not finite or
     too large for float32.
     """

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from common import Json
 from common.process.security import SecretRedactor
 from trainer.trackers.base import RunInfo, load
 
@@ -45,15 +46,15 @@ class TrackerThread:
         self._limit = limit
         self.written = 0
         self.lost = 0
+        # Records so far; each ends as written or lost.
         self._received = 0
-        """Records so far; each ends as written or lost."""
-        self._queue = queue.SimpleQueue[tuple[str, dict[str, Any]] | None]()
+        self._queue = queue.SimpleQueue[tuple[str, Json] | None]()
         self._lock = threading.Lock()
         self._closed = False
         self._reported = False
         self._run_finished = False
+        # When the tracker got the record that it has not accepted yet; infinity without one.
         self._began = math.inf
-        """When the tracker got the record that it has not accepted yet; infinity without one."""
         # A daemon: a tracker that hangs must not keep the interpreter from ending.
         self._thread = threading.Thread(
             target=self._run, args=(run,), name=f"{_PREFIX}{name}", daemon=True

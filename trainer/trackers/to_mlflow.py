@@ -6,12 +6,12 @@ import time
 from mlflow import MlflowClient
 from mlflow.entities import Metric, Param
 
-from trainer.trackers.base import Cell, RunInfo
+from trainer.trackers.base import Cell, Numbers, RunInfo
 
 _TAG = "rlhf.run"
 _MAX_VALUE = 5000
+# Maximum number of parameters in one call.
 _MAX_BATCH = 100
-"""Maximum number of parameters in one call."""
 
 
 class MlflowTracker:
@@ -43,7 +43,7 @@ class MlflowTracker:
         self._client = client
         self.where = f"{uri}, experiment {run.project}, run {self._id}"
 
-    def metrics(self, step: int, values: dict[str, float]) -> None:
+    def metrics(self, step: int, values: Numbers) -> None:
         now = int(time.time() * 1000)
         metrics = [Metric(name, value, now, step) for name, value in values.items()]
         self._client.log_batch(self._id, metrics)

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from tensorboard.plugins.hparams.summary_v2 import hparams_pb
 from torch.utils.tensorboard import SummaryWriter
 
-from trainer.trackers.base import Cell, RunInfo
+from trainer.trackers.base import Cell, Numbers, RunInfo
 
+# Characters of a text that a cell of a Markdown table cannot have as they are.
 _MARKDOWN = str.maketrans({"\\": "\\\\", "|": "\\|", "<": "&lt;", "\n": "<br>"})
-"""Characters of a text that a cell of a Markdown table cannot have as they are."""
 
 
 class TensorBoardTracker:
@@ -25,7 +25,7 @@ class TensorBoardTracker:
         config = json.dumps(run.config, indent=1)
         self._writer.add_text("config", f"```json\n{config}\n```", run.step)
 
-    def metrics(self, step: int, values: dict[str, float]) -> None:
+    def metrics(self, step: int, values: Numbers) -> None:
         for name, value in values.items():
             self._writer.add_scalar(name, value, step)
         self._writer.flush()

@@ -2,7 +2,7 @@
 
 import os
 
-from trainer.trackers.base import Cell, RunInfo
+from trainer.trackers.base import Cell, Numbers, RunInfo
 
 
 class TrackioTracker:
@@ -20,7 +20,7 @@ class TrackioTracker:
         trackio.init(project=run.project, name=name, config=run.config, resume="allow", embed=False)
         self.where = f"TRACKIO_DIR={directory} trackio show --project {run.project}"
 
-    def metrics(self, step: int, values: dict[str, float]) -> None:
+    def metrics(self, step: int, values: Numbers) -> None:
         self._trackio.log(dict(values), step=step)
 
     def table(self, step: int, name: str, columns: list[str], rows: list[list[Cell]]) -> None:

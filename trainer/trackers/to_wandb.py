@@ -2,7 +2,7 @@
 
 import wandb
 
-from trainer.trackers.base import Cell, RunInfo, wandb_offline
+from trainer.trackers.base import Cell, Numbers, RunInfo, wandb_offline
 
 
 class WandbTracker:
@@ -28,7 +28,7 @@ class WandbTracker:
             f"wandb sync {self._run.settings.sync_dir}" if wandb_offline() else str(self._run.url)
         )
 
-    def metrics(self, step: int, values: dict[str, float]) -> None:
+    def metrics(self, step: int, values: Numbers) -> None:
         self._run.log({**values, "step": step})
 
     def table(self, step: int, name: str, columns: list[str], rows: list[list[Cell]]) -> None:

@@ -3,7 +3,7 @@
 import os
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,20 +14,22 @@ from common.process.storage import storing
 from common.settings.config import Config
 from common.wire.schemas import Group
 from trainer.evaluation.evaluation import Answer
-from trainer.trackers.base import Cell, RunInfo, check, numbers
+from trainer.trackers.base import Cell, Record, RunInfo, check, numbers
 from trainer.trackers.thread import TrackerThread
 
+Sample = dict[str, Cell]
+"""One row of a table, by column."""
+# Time to flush when the run ends; what is left is lost and reported.
 _FLUSH_S = 60.0
-"""Time to flush when the run ends; what is left is lost and reported."""
+# Time to flush when the run is interrupted.
 _INTERRUPTED_S = 5.0
-"""Time to flush when the run is interrupted."""
+# Default environment variables that switch off the libraries' telemetry.
 _NO_TELEMETRY = {
     "WANDB_ERROR_REPORTING": "false",
     "MLFLOW_DISABLE_TELEMETRY": "true",
     "HF_HUB_DISABLE_TELEMETRY": "1",
     "GRADIO_ANALYTICS_ENABLED": "False",
 }
-"""Default environment variables that switch off the libraries' telemetry."""
 SAMPLE_EVERY = 10
 """Steps between sample tables, each with the completions of one group."""
 _MAX_TEXT = 4000
@@ -77,7 +79,7 @@ class Trackers:
 
         self._threads = [TrackerThread(name, run, say, partial(count, name)) for name in names]
 
-    def step(self, record: Mapping[str, Any], group: Group | None) -> None:
+    def step(self, record: Record, group: Group | None) -> None:
         """Records the numbers of a step, and every `SAMPLE_EVERY` steps the completions of
         `group`, if any.
         """
@@ -88,11 +90,11 @@ class Trackers:
         if group is not None and step % SAMPLE_EVERY == 0:
             self._put_table(step, "samples", _samples(group))
 
-    def evaluation(self, summary: Mapping[str, Any], answers: Sequence[Answer]) -> None:
+    def evaluation(self, summary: Record, answers: Sequence[Answer]) -> None:
         """Records the numbers and the first answers of an evaluation, if it has any."""
         step = summary["step"]
         self._put("metrics", step=step, values=numbers({"evaluation": summary}, "/"))
-        rows: list[dict[str, Cell]] = [
+        rows: list[Sample] = [
             {
                 "prompt": _text(answer.prompt),
                 "ground_truth": answer.ground_truth,
@@ -116,7 +118,7 @@ class Trackers:
             thread.wait(deadline)
         self._threads = []
 
-    def _put_table(self, step: int, name: str, rows: list[dict[str, Cell]]) -> None:
+    def _put_table(self, step: int, name: str, rows: list[Sample]) -> None:
         cells = [list(row.values()) for row in rows]
         self._put("table", step=step, name=name, columns=list(rows[0]), rows=cells)
 
@@ -136,7 +138,7 @@ def _own_id(path: Path, new: bool) -> str:
     return made
 
 
-def _samples(group: Group) -> list[dict[str, Cell]]:
+def _samples(group: Group) -> list[Sample]:
     return [
         {
             "prompt": _text(group.prompt),

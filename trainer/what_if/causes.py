@@ -176,12 +176,16 @@ def phrase(facts: RunFacts) -> Trace | None:
         others = [_phrases(text) for text, is_paid, _ in graded if not is_paid]
         if min(len(paid), len(others), odd) < _FEWEST // 2 or odd < _ODD * len(graded):
             continue
-        of_paid = _shares(paid)
-        of_others = _shares(others)
-        lead = {each: share - of_others.get(each, 0.0) for each, share in of_paid.items()}
+        of_paid = Counter(itertools.chain.from_iterable(paid))
+        of_others = Counter(itertools.chain.from_iterable(others))
+        lead = {
+            each: count / len(paid) - of_others[each] / len(others)
+            for each, count in of_paid.items()
+        }
         found = max(lead, key=lambda each: (lead[each], len(each)), default="")
         if lead.get(found, 0.0) >= _PAID:
-            evidence = (odd, len(graded), found, of_paid[found], of_others.get(found, 0.0))
+            shares = (of_paid[found] / len(paid), of_others[found] / len(others))
+            evidence = (odd, len(graded), found, *shares)
             return Trace(step, evidence, _places(step, facts.texts(step)))
     return None
 
@@ -202,12 +206,6 @@ def _graded(groups: Sequence[GroupTexts]) -> Iterator[tuple[str, bool, bool]]:
             is_right = None if answer is None else same_answer(gold, answer)
             is_paid = reward > mean
             yield each.text, is_paid, is_right not in (None, is_paid)
-
-
-def _shares(answers: Sequence[frozenset[str]]) -> dict[str, float]:
-    """Returns the share of the answers that have a phrase, by phrase."""
-    counts = Counter(itertools.chain.from_iterable(answers))
-    return {each: count / len(answers) for each, count in counts.items()}
 
 
 def problem(facts: RunFacts) -> Trace | None:
@@ -235,9 +233,8 @@ def problem(facts: RunFacts) -> Trace | None:
         return None
     evidence = max(suspects)
     found = groups[evidence[1]]
-    first = min(at for at, each in facts.groups.items() for g in each if g.prompt_id == evidence[1])
     places = [(step, group.id) for step, group in found[:_SHOWN]]
-    return Trace(first, (*evidence, found[0][1].prompt[:100]), places)
+    return Trace(places[0][0], (*evidence, found[0][1].prompt[:100]), places)
 
 
 def cut(facts: RunFacts) -> Trace | None:

@@ -3,6 +3,7 @@ the change leaves it valid; the rest is generated anew.
 """
 
 import json
+import shlex
 from pathlib import Path
 
 from rich.console import Console
@@ -10,6 +11,7 @@ from rich.console import Console
 from common import Json
 from common.errors import ConfigError
 from common.process.cli import CommandParser, positive, run
+from common.settings.sources import variable
 from trainer.cli.commands import add_settings, run_parser
 from trainer.cli.compare import compare, evaluated
 from trainer.dashboard.runs import RunReader
@@ -21,17 +23,19 @@ examples:
   rlhf fork runs/demo-seed0 --step 20 --set optimizer.learning_rate=1e-4
   rlhf fork runs/demo-seed0 --step 20 --set 'reward.functions=["my:Reward"]' --output runs/other
   rlhf fork runs/own-data --step 20 --set data.map=my:without_one --max-steps 40
+  rlhf fork runs/on-cluster --step 50 --set algorithm.clip_high=0.28 --prepare
 
 The run must have been made with trainer.audit true. The fork trains in this process, with the
 embedded engine, and is compared with the run at the end. RUN_DIR/fork.json says which groups were
-recorded and which were generated anew.
+recorded and which were generated anew. With --prepare a job group trains it: the command writes the
+directory and prints what to add to its launch.
 """
 FORK = "fork.json"
 
 
 def parser() -> CommandParser:
     """Returns the command line."""
-    usage = "RUN_DIR --step STEP [--set NAME=VALUE …] [--max-steps N] [--output DIR]"
+    usage = "RUN_DIR --step STEP [--set NAME=VALUE …] [--max-steps N] [--output DIR] [--prepare]"
     made = run_parser("rlhf fork", __doc__ or "", usage, _EPILOG)
     made.add_argument(
         "--step", type=positive, required=True, metavar="STEP", help="the last step in common"
@@ -45,6 +49,11 @@ def parser() -> CommandParser:
     )
     made.add_argument(
         "--output", type=Path, metavar="DIR", help="default: RUN_DIR-fork-STEP, beside the run"
+    )
+    made.add_argument(
+        "--prepare",
+        action="store_true",
+        help="only write the directory, with which a job group goes on",
     )
     return made
 
@@ -69,31 +78,42 @@ def main(argv: list[str] | None = None) -> None:
     from trainer.what_if.forking import prepared
 
     changes = dict(arguments.set)
-    config, answers = prepared(run_dir, step, output, changes, steps=arguments.max_steps)
-    train_in_process(config, rollout_transport=answers.before)
-    generated = [
-        group["position"]
-        for line in read_lines(output / LINES)
-        for group in line["groups"]
-        if line["step"] > step and group["position"] not in answers.used
-    ]
-    said: Json = {
-        "parent": str(run_dir),
-        "step": step,
-        "changes": changes,
-        "recorded": answers.used,
-        "generated": generated,
-    }
-    (output / FORK).write_text(json.dumps(said, indent=1, default=str) + "\n", encoding="utf-8")
+    if arguments.max_steps:
+        changes["trainer.max_steps"] = arguments.max_steps
+    config, answers = prepared(run_dir, step, output, changes)
+    said: Json = {"parent": str(run_dir), "step": step, "changes": changes}
+    if not arguments.prepare:
+        train_in_process(config, rollout_transport=answers.before)
+        said["recorded"] = answers.used
+        said["generated"] = [
+            group["position"]
+            for line in read_lines(output / LINES)
+            for group in line["groups"]
+            if line["step"] > step and group["position"] not in answers.used
+        ]
+    content = json.dumps(said, indent=1, default=str)
+    (output / FORK).write_text(content + "\n", encoding="utf-8")
+
+    if arguments.prepare:
+        variables = {"RUN_DIR": str(output)} | {variable(name): changes[name] for name in changes}
+        words = [f"--env {name}={shlex.quote(_text(each))}" for name, each in variables.items()]
+        print(f"{output} has the state of the run after step {step}")
+        print(f"launch the job group as for the run, and add: {' '.join(words)}")
+        print(f"then: rlhf compare {run_dir} {output}")
+        return
     print(
         f"{len(answers.used)} groups of the fork are those that the run recorded (steps "
-        f"{sorted(set(answers.used.values()))}), {len(generated)} were generated anew: "
+        f"{sorted(set(answers.used.values()))}), {len(said['generated'])} were generated anew: "
         f"{output / FORK}"
     )
     # At the last step that both evaluated: afterwards the run has learnt for longer.
     own = evaluated(output, None)
     at = own.step if own and evaluated(run_dir, own.step) else None
     compare([RunReader(run_dir), RunReader(output)], Console(), at)
+
+
+def _text(value: object) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
 
 
 if __name__ == "__main__":

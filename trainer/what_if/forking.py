@@ -1,7 +1,8 @@
 """What a fork begins with: the state of the run after a step, and the answers that stay valid."""
 
+import itertools
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,24 +17,27 @@ from common.settings.config import Config, from_mapping
 from common.wire.schemas import Completion, Group
 from learning.device import reproducible_numbers
 from learning.ranks import Ranks
-from trainer.audit.history import models_after
+from trainer.audit.history import WeightHistory, models_after
 from trainer.audit.recorded import config_of
 from trainer.cli.commands import argument_names
 from trainer.observe.audit import AuditRecord
-from trainer.observe.group_files import LINES, read_trained, recorded_steps
+from trainer.observe.group_files import LINES, read_texts, read_trained, recorded_steps
 from trainer.observe.run_dir import AUDIT, append_line, read_lines
 from trainer.policy import checkpoint
 from trainer.policy.checkpoint import Checkpoints, RunState
 from trainer.policy.identity import identity
+from trainer.policy.trained_prompts import TRAINED_PROMPTS, TrainedPrompts
 from trainer.rollouts.requests import sampling_seed
 from trainer.trackers.base import flatten
 
 _CHANGES_ANSWERS = ("sampling.", "model.", "data.", "environment.", "rollout.", "lora.", "seed")
 """Settings with which an engine would have given other answers."""
+RecordedGroups = dict[tuple[int, ...], tuple[int, Group]]
+"""Groups with their steps, by what asked for them: seed, number of answers and prompt tokens."""
 
 
 def prepared(
-    run_dir: Path, step: int, output: Path, changes: Mapping[str, Any], *, steps: int | None
+    run_dir: Path, step: int, output: Path, changes: Mapping[str, Any]
 ) -> "tuple[Config, RecordedAnswers]":
     """Writes the directory of a fork; returns its settings and its engine's recorded answers.
     Raises ConfigError.
@@ -42,10 +46,11 @@ def prepared(
     start = record.start(record.step(step))
     if start.given:
         raise ConfigError(
-            f"the caller of the Python API gave the {start.given[0]}, which the run does not keep",
+            f"a program gave the run its {' and '.join(start.given)}, which are not kept",
             field="RUN_DIR",
             value=str(run_dir),
-            remedy="fork a run that settings describe",
+            remedy="fork a run that settings describe, such as one of rlhf local, and not of "
+            "rlhf train or the Python API",
         )
     parent = config_of(start, run_dir)
     content = flatten(parent.model_dump(mode="json")) | {
@@ -54,11 +59,9 @@ def prepared(
         "trainer.run_dir": str(output),
         "state_dir": str(output / "state"),
     }
-    if steps is not None:
-        content["trainer.max_steps"] = steps
     with argument_names({}):
         config = from_mapping(content)
-    known: dict[bytes, tuple[int, Group]] = {}
+    known: RecordedGroups = {}
     if not any(name.startswith(_CHANGES_ANSWERS) for name in changes):
         known = valid_groups(run_dir, parent, step)
     has_other_data = any(name.startswith("data.") for name in changes)
@@ -66,12 +69,12 @@ def prepared(
     return config, RecordedAnswers(known)
 
 
-def valid_groups(run_dir: Path, config: Config, step: int) -> dict[bytes, tuple[int, Group]]:
+def valid_groups(run_dir: Path, config: Config, step: int) -> RecordedGroups:
     """Returns the groups of later steps that the weights up to `step` sampled alone, with their
     steps, by the request that asked for them. None of episodes, whose calls depend on tools, or
     with truncated sampling.
     """
-    found: dict[bytes, tuple[int, Group]] = {}
+    found: RecordedGroups = {}
     if config.environment.name or config.sampling.truncation():
         return found
     window = range(step + 1, step + 2 + config.trainer.max_staleness)
@@ -83,14 +86,10 @@ def valid_groups(run_dir: Path, config: Config, step: int) -> dict[bytes, tuple[
             if newest > step or item.reused:
                 continue
             group = item.group
-            prompt = group.prompt_token_ids.tolist()
             seed = sampling_seed(config.seed, group.position)
-            found[_request(prompt, seed, len(group.completions))] = later, group
+            request = (seed, len(group.completions), *group.prompt_token_ids.tolist())
+            found[request] = later, group
     return found
-
-
-def _request(prompt: Sequence[int], seed: int | None, count: int) -> bytes:
-    return orjson.dumps([seed, count, list(prompt)])
 
 
 class RecordedAnswers(httpx.AsyncBaseTransport):
@@ -98,7 +97,7 @@ class RecordedAnswers(httpx.AsyncBaseTransport):
     same.
     """
 
-    def __init__(self, known: dict[bytes, tuple[int, Group]]) -> None:
+    def __init__(self, known: RecordedGroups) -> None:
         self._known = known
         self.used: dict[int, int] = {}
         """The steps of the recorded groups that were used, by their positions."""
@@ -109,17 +108,15 @@ class RecordedAnswers(httpx.AsyncBaseTransport):
         return self
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
-        found = None
         if request.url.path == "/generate":
             body = orjson.loads(await request.aread())
             sampling = body["sampling_params"]
-            key = _request(body["input_ids"], sampling.get("sampling_seed"), sampling.get("n", 1))
-            found = self._known.pop(key, None)
-        if found is None:
-            return await self._engine.handle_async_request(request)
-        step, group = found
-        self.used[group.position] = step
-        return httpx.Response(200, json=[_answer(each) for each in group.completions])
+            asked = (sampling.get("sampling_seed"), sampling.get("n", 1), *body["input_ids"])
+            if asked in self._known:
+                step, group = self._known.pop(asked)
+                self.used[group.position] = step
+                return httpx.Response(200, json=[_answer(each) for each in group.completions])
+        return await self._engine.handle_async_request(request)
 
 
 def _answer(completion: Completion) -> Json:
@@ -148,43 +145,66 @@ def _begin(
     """
     output = fork.trainer.run_dir
     assert output is not None
-    with reproducible_numbers(config.reproducible):
-        history = models_after(record, run_dir, config, step)
+    saved = checkpoint.newest(run_dir / "checkpoints", at_most=step)
+    state = RunState(step=0, position=0, run_id=record.step(step).run_id, kl_coef=0.0)
+    if saved is not None:
+        state = checkpoint.load_state(checkpoint.read_state(saved), saved)
+    changes: Json = {"identity": identity(fork)}
+    history: WeightHistory | None = None
+    if state.step < step:
+        with reproducible_numbers(config.reproducible):
+            history = models_after(record, run_dir, config, step)
+
     output.mkdir(parents=True)
-    finished: set[int | None] = set()
+    shutil.copytree(run_dir / "model", output / "model")
+    # What a job group that goes on with it compares its settings with.
+    (output / "config.json").write_text(fork.model_dump_json(indent=2) + "\n", encoding="utf-8")
     for name in ("metrics.jsonl", LINES, "samples.jsonl", "evaluations.jsonl", AUDIT):
         for line in read_lines(run_dir / name):
             if line["step"] <= step:
                 append_line(output / name, line)
-                if name == LINES:
-                    groups = [*line.get("groups", ()), *line.get("dropped", ())]
-                    finished |= {group.get("position") for group in groups}
-    shutil.copytree(run_dir / "model", output / "model")
 
-    state = RunState(step=0, position=0, run_id=record.step(step).run_id, kl_coef=0.0)
-    if history.saved is not None:
-        state = checkpoint.load_state(checkpoint.read_state(history.saved), history.saved)
-    # Lines of earlier versions have no positions.
-    done = {place for place in finished if place is not None and not from_start}
-    position = next(place for place in range(len(done) + 1) if place not in done)
-    state = replace(
-        state,
-        step=step,
-        position=position,
-        finished=sorted(place for place in done if place > position),
-        kl_coef=history.policy.kl_coef,
-        identity=identity(fork),
-        accuracy=None,
-        mean_reward=None,
-    )
+    done = set() if from_start else _finished(output, state)
+    changes["position"] = next(place for place in itertools.count() if place not in done)
+    changes["finished"] = sorted(place for place in done if place > changes["position"])
+    target = output / "checkpoints"
+    if history is not None:
+        changes |= {"step": step, "kl_coef": history.policy.kl_coef}
+        changes |= {"accuracy": None, "mean_reward": None}
+        _save(history, replace(state, **changes), target, trained=_trained(run_dir, history, state))
+    elif saved is not None:
+        checkpoint.copy_with(saved, target / saved.name, changes)
+
+
+def _finished(run_dir: Path, state: RunState) -> set[int]:
+    """Returns the positions of prompts that are done, by the checkpoint `state` or after it."""
+    done = {*range(state.position), *state.finished}
+    for line in read_lines(run_dir / LINES):
+        if line["step"] > state.step:
+            done |= {group["position"] for group in line["groups"] + line["dropped"]}
+    return done
+
+
+def _trained(run_dir: Path, history: WeightHistory, state: RunState) -> TrainedPrompts:
+    """Returns what the models were trained on, up to the checkpoint `state` and after it."""
+    trained = TrainedPrompts.of(history.saved or history.policy.config.model.name)
+    for later in range(state.step + 1, history.policy.step + 1):
+        groups = read_texts(run_dir, later)
+        trained.add((each.prompt, each.ground_truth) for each in groups if not each.reason)
+    return trained
+
+
+def _save(
+    history: WeightHistory, state: RunState, directory: Path, *, trained: TrainedPrompts
+) -> None:
     checkpoints = Checkpoints(
-        output / "checkpoints",
-        Ranks.alone(config),
-        config.checkpoint.keep,
-        static=lambda: checkpoint.tokenizer_files(output / "model"),
+        directory,
+        Ranks.alone(history.policy.config),
+        keep=1,
+        static=lambda: checkpoint.tokenizer_files(directory.with_name("model")),
     )
     snapshots: dict[str, Any] = {}
     for model in (history.policy, history.reference, history.critic):
         snapshots |= model.snapshots(checkpoints.alone)
-    checkpoints.save(state, snapshots)
+    checkpoints.save(state, snapshots, {TRAINED_PROMPTS: trained.file()})
     checkpoints.wait()

@@ -1,7 +1,7 @@
 """Grades the recorded answers of a run again. Needs their texts only: no model, no torch."""
 
 import asyncio
-from collections.abc import AsyncIterator, Collection, Mapping
+from collections.abc import AsyncIterator, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -45,10 +45,9 @@ class AnswerGrade:
     def kind(self) -> str:
         """How the grade changes, such as `right → wrong`; empty if it is the same."""
         are_verdicts = self.answer.verified and self.now.verified
-        was = _label(self.answer, are_verdicts)
-        is_now = _label(self.now, are_verdicts)
-        if was != is_now:
-            return f"{was} → {is_now}"
+        labels = [_label(each, are_verdicts) for each in self.sides]
+        if labels[0] != labels[1]:
+            return " → ".join(labels)
         if self.change == 0.0:
             return ""
         return "reward higher" if self.change > 0.0 else "reward lower"
@@ -124,13 +123,7 @@ class Regrading:
             raise damaged(f"the groups of step {step} cannot be read", path)
 
         found = [GroupGrades(step, group) for group in groups if not group.reused]
-        asked: list[tuple[GroupGrades, int, RewardItem]] = []
-        for graded in found:
-            for index in graded.group.answers:
-                item = self._item(graded.group, graded.group.completions[index])
-                if item is not None:
-                    asked.append((graded, index, item))
-
+        asked = [(graded, *pair) for graded in found for pair in self._items(graded.group)]
         for start in range(0, len(asked), _ITEMS_AT_ONCE):
             part = asked[start : start + _ITEMS_AT_ONCE]
             results = await service.score([item for *_, item in part])
@@ -139,25 +132,26 @@ class Regrading:
                 graded.grades.append(AnswerGrade(index, answer, result))
         return found
 
-    def _item(self, group: GroupTexts, completion: CompletionText) -> RewardItem | None:
-        """Returns what the functions get of an answer; None where the run did not record it.
+    def _items(self, group: GroupTexts) -> Iterator[tuple[int, RewardItem]]:
+        """Yields the indices of answers and what the functions get of them.
 
-        Of an episode they get its last answer, which is recorded if the environment gave the
-        reward.
+        Of an episode that is its last answer, which the run recorded if the environment gave the
+        reward; others are left out.
         """
-        text: str | None = completion.text
-        functions = self.functions_of_episodes
-        if functions is not None:
-            by_environment = completion.components.keys().isdisjoint(functions)
-            text = completion.extracted_answer if by_environment else None
-        if text is None:
-            return None
         row = row_of(group, self.rows)
         row.ground_truth = self.golds.get(
             group.prompt_id, self.golds.get(group.prompt, group.ground_truth)
         )
-        (item,) = reward_items(row, [GeneratedAnswer(text, completion.finish_reason, tokens=None)])
-        return item
+        for index in group.answers:
+            completion = group.completions[index]
+            text: str | None = completion.text
+            functions = self.functions_of_episodes
+            if functions is not None:
+                by_environment = completion.components.keys().isdisjoint(functions)
+                text = completion.extracted_answer if by_environment else None
+            if text is not None:
+                answer = GeneratedAnswer(text, completion.finish_reason, tokens=None)
+                yield index, reward_items(row, [answer])[0]
 
 
 def advantages(rewards: NDArray[np.float64], algorithm: AlgorithmSection) -> NDArray[np.float64]:

@@ -2,9 +2,9 @@
 corrected answers. Needs no model and no GPU.
 """
 
-import ast
 import asyncio
 import os
+import re
 import sys
 import time
 from collections import Counter, defaultdict
@@ -17,7 +17,6 @@ import numpy as np
 from numpy.typing import NDArray
 from rich.console import Console
 
-from common import Json
 from common.errors import ConfigError, ServiceError
 from common.process.cli import CommandParser, count, run
 from common.settings.algorithm import AlgorithmSection
@@ -49,6 +48,8 @@ _ROWS = 12
 _SHOWN_CHARS = 400
 """So many characters are shown of the beginning of a long text, and of its end."""
 _VERDICTS = {True: "right", False: "wrong", None: "–"}
+_PUBLIC = re.compile(r"^(?:def|class) ([^\W_]\w*)\s*[(:]", re.MULTILINE)
+"""The functions and classes of a file whose names do not begin with `_`."""
 Counts = NDArray[np.float64]
 
 
@@ -65,11 +66,14 @@ class Regraded:
     """Answers that cannot be graded again."""
     reasons: Counter[str] = field(default_factory=Counter)
     """Why answers have no reward now."""
+    problems: set[str] = field(default_factory=set)
+    """Their ids and their texts."""
 
     def add(self, group: GroupGrades) -> None:
         """Adds a group."""
-        known = self.counts.get(group.step, 0.0)
-        self.counts[group.step] = known + _counts(group, self.config.algorithm)
+        self.problems |= {group.group.prompt_id, group.group.prompt}
+        counts = _counts(group, self.config.algorithm)
+        self.counts[group.step] = counts + self.counts.get(group.step, 0.0)
         self.unknown += len(group.group.answers) - len(group.grades)
         for grade in group.grades:
             if grade.now.reward is None:
@@ -92,40 +96,38 @@ class Regraded:
 def _counts(group: GroupGrades, algorithm: AlgorithmSection) -> Counts:
     """Counts a group; one that was dropped counts as answers only.
 
-    Returns [14]: answers, those that change, groups whose rewards are all known, and their answers
-    that are pushed in the other direction; then, first as recorded and then as it is now, answers
-    with a reward, with a verdict, right ones, groups that teach, and the mean |advantage|.
+    Returns [2, 9], as recorded and as it is now. Both rows have the answers, those that change, the
+    groups whose rewards are all known, and their answers that are pushed in the other direction;
+    each has its answers with a reward, with a verdict, right ones, groups that teach, and the mean
+    |advantage|.
     """
-    found = np.zeros(14)
-    found[0] = len(group.grades)
-    found[1] = len(group.changed)
+    found = np.zeros((2, 9))
+    found[:, :2] = len(group.grades), len(group.changed)
     if group.group.reason:
         return found
-    sides = found[4:].reshape(2, 5)
     for grade in group.grades:
-        for side, each in zip(sides, grade.sides, strict=True):
+        for row, each in zip(found, grade.sides, strict=True):
             if each.reward is not None:
-                side[:3] += 1, each.verified, each.correct
+                row[4:7] += 1, each.verified, each.correct
     if group.rewards is not None:
         pushes = np.array([advantages(rewards, algorithm) for rewards in group.rewards])
-        found[2] = 1
-        found[3] = (pushes[0] * pushes[1] < 0).sum()
-        sides[:, 3] = pushes.any(axis=1)
-        sides[:, 4] = np.abs(pushes).mean(axis=1)
+        found[:, 2] = 1
+        found[:, 3] = (pushes[0] * pushes[1] < 0).sum()
+        found[:, 7] = pushes.any(axis=1)
+        found[:, 8] = np.abs(pushes).mean(axis=1)
     return found
 
 
 def _cells(counts: Counts) -> list[str]:
     """Returns the cells of a row of the table of steps."""
-    _, changed, groups, turned = counts[:4]
-    accuracy: list[str] = []
-    teach: list[str] = []
-    push: list[str] = []
-    for graded, verified, right, teaching, pushed in counts[4:].reshape(2, 5):
-        # With an answer that has no verdict, the rewards are no verdicts.
-        accuracy.append(f"{right / graded:.1%}" if 0 < graded == verified else "–")
-        teach.append(f"{teaching:.0f}")
-        push.append(f"{pushed / max(1, groups):.3f}")
+    _, changed, groups, turned = counts[0, :4]
+    # With an answer that has no verdict, the rewards are no verdicts.
+    accuracy = [
+        f"{right / graded:.1%}" if 0 < graded == verified else "–"
+        for graded, verified, right in counts[:, 4:7]
+    ]
+    teach = [f"{count:.0f}" for count in counts[:, 7]]
+    push = [f"{total / max(1, groups):.3f}" for total in counts[:, 8]]
     return [
         f"{changed:.0f}",
         " → ".join(accuracy),
@@ -179,7 +181,15 @@ def main(argv: list[str] | None = None) -> None:
     )
     found = Regraded(config)
     began = time.monotonic()
-    used = asyncio.run(_grade(regrading, found))
+    asyncio.run(_grade(regrading, found))
+    used = golds.keys() & found.problems
+    if golds and not used:
+        raise ConfigError(
+            "no row is of a prompt of this run",
+            field="--gold",
+            value=next(iter(golds)),
+            remedy="give ids as in groups.jsonl (prompt_id), or the texts of the problems",
+        )
     console = Console(highlight=False, markup=False, soft_wrap=True)
     _print(console, found, time.monotonic() - began)
     if why_no_rows:
@@ -201,21 +211,10 @@ def _line(group: GroupGrades) -> RegradedGroup:
     return RegradedGroup(group.step, group.group.id, len(group.changed), grades)
 
 
-async def _grade(regrading: Regrading, found: Regraded) -> set[str]:
-    """Adds all groups to `found`; returns the keys of the corrected answers that were used."""
-    used: set[str] = set()
+async def _grade(regrading: Regrading, found: Regraded) -> None:
     async for groups in regrading.steps():
         for group in groups:
-            used |= {group.group.prompt_id, group.group.prompt} & regrading.golds.keys()
             found.add(group)
-    if regrading.golds and not used:
-        raise ConfigError(
-            "no row is of a prompt of this run",
-            field="--gold",
-            value=next(iter(regrading.golds)),
-            remedy="give ids as in groups.jsonl (prompt_id), or the texts of the problems",
-        )
-    return used
 
 
 def _settings(
@@ -256,19 +255,14 @@ def _import_path(reward: str) -> str:
     if path.suffix != ".py":
         return reward
     try:
-        tree = ast.parse(path.read_bytes())
-    except (OSError, SyntaxError, ValueError) as error:
+        public = _PUBLIC.findall(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
         raise ConfigError(
             f"the file of the reward function cannot be read: {error}",
             field="--reward",
             value=reward,
             remedy="name a Python file with a function of completions",
         ) from None
-    public = [
-        node.name
-        for node in tree.body
-        if isinstance(node, ast.FunctionDef | ast.ClassDef) and not node.name.startswith("_")
-    ]
     if not name and len(public) != 1:
         raise ConfigError(
             f"the file has {len(public)} functions and classes",
@@ -298,46 +292,42 @@ def read_golds(path: Path, config: Config) -> dict[str, str]:
     """Returns the corrected answers of a file by the id or the text of their problems. Raises
     ConfigError for a row without them.
     """
-    found: dict[str, str] = {}
     keys = ["id", "prompt_id", config.data.prompt_field]
     answers = [config.data.answer_field, "answer", "ground_truth"]
+    found: dict[str, str] = {}
     with argument_names({"data.source": "--gold"}):
         for where, row in read_file(path):
-            found[_cell(row, keys, where)] = _cell(row, answers, where)
+            cells = [
+                next((row[name] for name in names if name in row), None)
+                for names in (keys, answers)
+            ]
+            if any(cell is None for cell in cells):
+                raise ConfigError(
+                    f"{where}: a column is missing",
+                    field="--gold",
+                    value=", ".join(map(str, row)),
+                    remedy=f"give the row one of {', '.join(keys)}, and one of "
+                    f"{', '.join(answers)}",
+                )
+            key, answer = map(str, cells)
+            found[key] = answer
     return found
-
-
-def _cell(row: Json, names: Sequence[str], where: str) -> str:
-    """Returns the first of these columns that a row has."""
-    for name in names:
-        if name in row:
-            return str(row[name])
-    raise ConfigError(
-        f"{where}: a column is missing",
-        field="--gold",
-        value=", ".join(map(str, row)),
-        remedy=f"give the row one of {', '.join(names)}",
-    )
 
 
 def _print(console: Console, found: Regraded, seconds: float) -> None:
     config = found.config
     steps = sorted(found.counts)
     total = _sum(found, steps)
-    answers, changed = total[:2]
+    answers, changed = total[0, :2]
     console.print(
         f"{answers:,.0f} answers of {len(steps)} steps graded again by "
         f"{', '.join(config.reward.weights)} in {seconds:.1f} s: {changed:,.0f} grades change"
     )
     if config.environment.name:
         console.print(
-            "of episodes only the last answer is graded again; rewards of turns, and what an "
-            "environment sees of its tools, need the episode (rlhf audit plays it again)"
-        )
-    if found.unknown:
-        console.print(
-            f"{found.unknown:,} answers of episodes cannot be graded again: the run does not "
-            "record the last answer of an episode that reward functions graded"
+            "of episodes only the last answer is graded again, where the environment graded it: "
+            f"{found.unknown:,} answers cannot be; rlhf audit plays episodes again, with their "
+            "tools and the rewards of turns"
         )
     for reason, number in found.reasons.most_common(2):
         console.print(f"{number:,} answers get no reward: {reason.splitlines()[0]}")
@@ -349,9 +339,9 @@ def _print(console: Console, found: Regraded, seconds: float) -> None:
         for grade in group.changed:
             kinds[grade.kind].append(group.step)
     table = plain_table("what changes", ["change", "answers", "share", "steps"])
-    for kind in sorted(kinds, key=lambda kind: -len(kinds[kind])):
-        number = len(kinds[kind])
-        table.add_row(kind, f"{number:,}", f"{number / answers:.2%}", _span(kinds[kind]))
+    for kind, changes in sorted(kinds.items(), key=lambda item: -len(item[1])):
+        number = len(changes)
+        table.add_row(kind, f"{number:,}", f"{number / answers:.2%}", _span(changes))
     console.print(table)
 
     has_other = config.algorithm.advantage in ("gae", "reward_normalised", "length_weighted")
@@ -367,7 +357,7 @@ def _print(console: Console, found: Regraded, seconds: float) -> None:
 
 
 def _sum(found: Regraded, steps: Sequence[int]) -> Counts:
-    return sum((found.counts[step] for step in steps), np.zeros(14))
+    return sum((found.counts[step] for step in steps), np.zeros((2, 9)))
 
 
 def _span(steps: Sequence[int]) -> str:
@@ -381,23 +371,20 @@ def _print_disagreement(console: Console, group: GroupGrades, grade: AnswerGrade
     of_group = group.group
     title = f"step {group.step}, group {of_group.id}, answer {grade.index + 1}: {grade.kind}"
     table = plain_table(title, ["", "recorded", "now"])
-    golds = (of_group.ground_truth, grade.now.ground_truth)
-    rows: dict[str, list[str]] = defaultdict(list)
-    for each, gold in zip(grade.sides, golds, strict=True):
-        rows["reward"].append(str(each.reward))
-        rows["verdict"].append(_VERDICTS[each.correct if each.verified else None])
-        rows["read as"].append(each.extracted_answer or "–")
-        rows["gold"].append(gold)
+    sides = grade.sides
+    rows: dict[str, list[object]] = {
+        "reward": [each.reward for each in sides],
+        "verdict": [_VERDICTS[each.correct if each.verified else None] for each in sides],
+        "read as": [each.extracted_answer for each in sides],
+        "gold": [of_group.ground_truth, grade.now.ground_truth],
+    }
     for name in grade.answer.components | grade.now.components:
-        rows[name] = [str(each.components.get(name, "–")) for each in grade.sides]
+        rows[name] = [each.components.get(name) for each in sides]
     for name, cells in rows.items():
-        table.add_row(name, *map(_cut, cells))
+        table.add_row(name, *("–" if cell is None else _cut(str(cell)) for cell in cells))
     console.print(table)
-    for name, text in (
-        ("problem", of_group.prompt),
-        ("answer", grade.answer.text),
-        ("reason", grade.now.reason),
-    ):
+    texts = {"problem": of_group.prompt, "answer": grade.answer.text, "reason": grade.now.reason}
+    for name, text in texts.items():
         if text:
             console.print(f"{name}: {_cut(text)}")
 

@@ -30,17 +30,10 @@ class Jump:
     metric: str
     step: int
     """The first step after it."""
-    before: float
-    after: float
     size: float
     """In mean differences of neighbouring steps."""
-
-    @property
-    def text(self) -> str:
-        """The jump in words."""
-        verb = "rises" if self.after > self.before else "falls"
-        numbers = f"from {self.before:.3g} to {self.after:.3g}"
-        return f"{self.metric} {verb} {numbers} at step {self.step}"
+    text: str
+    """The jump in words."""
 
 
 @dataclass
@@ -59,23 +52,19 @@ class RunFacts:
     @classmethod
     def read(cls, run_dir: Path) -> "RunFacts":
         """Reads the files; damaged lines are left out."""
-        metrics = JsonlReader(run_dir / "metrics.jsonl", parsed).read()
         groups = JsonlReader(run_dir / LINES, msgspec.json.Decoder(StepGroups).decode).read()
+        numbers = {}
+        for line in JsonlReader(run_dir / "metrics.jsonl", parsed).read():
+            if isinstance(line.get("step"), int):
+                numbers[line["step"]] = step_numbers(line)
         # Only the audit keeps the settings of earlier attempts.
-        audit = JsonlReader(run_dir / AUDIT, parsed).read()
         settings = [
-            (line["step"], flatten(line["config"])) for line in audit if line.get("kind") == "start"
+            (line["step"], flatten(line["config"]))
+            for line in JsonlReader(run_dir / AUDIT, parsed).read()
+            if line.get("kind") == "start"
         ]
-        return cls(
-            run_dir,
-            {
-                line["step"]: step_numbers(line)
-                for line in metrics
-                if isinstance(line.get("step"), int)
-            },
-            {line.step: line.groups for line in groups},
-            settings or [(0, known_settings(run_dir))],
-        )
+        settings = settings or [(0, known_settings(run_dir))]
+        return cls(run_dir, numbers, {line.step: line.groups for line in groups}, settings)
 
     @property
     def steps(self) -> list[int]:
@@ -131,5 +120,8 @@ class RunFacts:
             after = fmean(values[place : place + _WINDOW])
             change = abs(after - before)
             if change >= _LEAST_SHARE * span:
-                found.append(Jump(metric, series[place][0], before, after, size=change / noise))
+                step = series[place][0]
+                verb = "rises" if after > before else "falls"
+                text = f"{metric} {verb} from {before:.3g} to {after:.3g} at step {step}"
+                found.append(Jump(metric, step, size=change / noise, text=text))
         return max(found, key=lambda jump: jump.size, default=None)

@@ -4,9 +4,10 @@ that carry it.
 
 import itertools
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 
@@ -18,7 +19,7 @@ from common.process.cli import CommandParser, positive, run
 from trainer.cli.commands import run_parser
 from trainer.cli.compare import plain_table
 from trainer.dashboard.tokens import TokenTexts
-from trainer.observe.group_files import GroupSummary, read_group
+from trainer.observe.group_files import GroupSummary
 from trainer.observe.run_dir import AUDIT, WHY, check_run, storing_run
 from trainer.what_if.causes import causes
 from trainer.what_if.run_facts import Jump, RunFacts
@@ -121,27 +122,29 @@ def _jump(facts: RunFacts, metric: str | None) -> Jump | None:
 def _carriers(facts: RunFacts, step: int) -> Json:
     """Returns the groups that carry most of a step's update, and what they have in common."""
     groups = {group.id: group for group in facts.groups[step]}
-    total = sum(map(_pull, groups.values())) or 1.0
-    rows: list[Json] = [{"id": name, "share": _pull(groups[name]) / total} for name in groups]
+    pulls = {
+        name: (group.advantage or 0.0) * sum(group.tokens or ()) for name, group in groups.items()
+    }
+    total = sum(pulls.values()) or 1.0
+    rows: list[Json] = [{"id": name, "share": pull / total} for name, pull in pulls.items()]
     how = "share of |advantage| × tokens"
     if (facts.directory / AUDIT).is_file():
         try:
             from trainer.what_if.gradients import step_gradient  # torch: slow to import
 
-            gradient = step_gradient(facts.directory, step)
-            how = f"share of the recomputed gradient, whose norm is {gradient.norm:.3g}"
-            rows = [asdict(group) for group in gradient.groups]
+            norm, parts = step_gradient(facts.directory, step)
+            how = f"share of the recomputed gradient, whose norm is {norm:.3g}"
+            rows = list(map(asdict, parts))
         except ServiceError as error:
             how += f"; the gradient cannot be recomputed: {error.message}"
     rows.sort(key=lambda row: -row["share"])
-    shares = itertools.accumulate(row["share"] for row in rows)
     # The fewest groups that make half of the update.
+    shares = itertools.accumulate(row["share"] for row in rows)
     count = 1 + sum(share < 0.5 for share in shares)
     ordered = [groups[row["id"]] for row in rows]
     for row, group in zip(rows[:_GROUPS], ordered, strict=False):
-        tokens = _token_texts(facts, step, row, place=list(groups).index(group.id))
-        row |= {"step": step, "prompt": (group.prompt or "")[:200], "tokens": tokens}
-        row["rewards"] = group.rewards
+        row["tokens"] = _texts(facts.directory, row.pop("pushing", []))
+        row |= {"step": step, "prompt": (group.prompt or "")[:200], "rewards": group.rewards}
     return {
         "groups": rows[:_GROUPS],
         "how": how,
@@ -149,21 +152,27 @@ def _carriers(facts: RunFacts, step: int) -> Json:
     }
 
 
-def _pull(group: GroupSummary) -> float:
-    return (group.advantage or 0.0) * sum(group.tokens or ())
-
-
-def _token_texts(facts: RunFacts, step: int, row: Json, place: int) -> list[str]:
-    """Returns the tokens that push most, each after what was before it; none without a gradient."""
-    found: list[str] = []
+def _texts(run_dir: Path, pushing: Sequence[Sequence[int]]) -> list[str]:
+    """Returns the last token of each answer after what was before it; none without a tokenizer."""
     with suppress(ServiceError):
-        content = read_group(facts.directory, step, place) if "tokens" in row else None
-        if content is not None:
-            texts = TokenTexts.of_run(facts.directory)
-            for number, token, _ in row["tokens"]:
-                said = texts.texts(content["completions"][number]["token_ids"][: token + 1])
-                found.append(f"{''.join(said[:-1])[-30:]}▸{said[-1]}")
-    return found
+        texts = map(TokenTexts.of_run(run_dir).texts, pushing)
+        return [f"{''.join(before)[-30:]}▸{last}" for *before, last in texts]
+    return []
+
+
+_TRAITS: dict[str, Callable[[GroupSummary], float]] = {
+    "tokens an answer": lambda group: fmean(group.tokens or [0]),
+    "characters of the problem": lambda group: len(group.prompt or ""),
+    "share of other scripts than Latin": lambda group: fmean(
+        sign > "\u024f" for sign in group.prompt or " "
+    ),
+    "oldest weights": lambda group: min(group.versions or (0,)),
+}
+"""What groups may have in common, besides marks."""
+
+
+def _has(mark: str, group: GroupSummary) -> float:
+    return mark in group.marks
 
 
 def _traits(half: Sequence[GroupSummary], others: Sequence[GroupSummary]) -> list[str]:
@@ -172,39 +181,25 @@ def _traits(half: Sequence[GroupSummary], others: Sequence[GroupSummary]) -> lis
     problems = {group.prompt_id for group in half}
     if len(half) > 1 and len(problems) == 1:
         said.append(f"they are of one problem, {problems.pop()}")
-    if not others:
-        return said
     marks = sorted({mark for group in half for mark in group.marks})
-    rest = _averages(others, marks)
-    for name, own in _averages(half, marks).items():
-        if abs(own - rest[name]) > 0.5 * max(abs(own), abs(rest[name])):
-            said.append(f"{name}: {own:.3g}, of the others {rest[name]:.3g}")
+    traits = _TRAITS | {f"share {mark}": partial(_has, mark) for mark in marks}
+    for name, of in traits.items() if others else ():
+        own = fmean(map(of, half))
+        rest = fmean(map(of, others))
+        if abs(own - rest) > 0.5 * max(abs(own), abs(rest)):
+            said.append(f"{name}: {own:.3g}, of the others {rest:.3g}")
     return said
-
-
-def _averages(groups: Sequence[GroupSummary], marks: Sequence[str]) -> dict[str, float]:
-    """Returns what groups may have in common, as means."""
-    prompts = [group.prompt or "" for group in groups]
-    foreign = [sum(sign > "\u024f" for sign in text) / max(1, len(text)) for text in prompts]
-    return {
-        "tokens an answer": fmean(fmean(group.tokens or [0]) for group in groups),
-        "characters of the problem": fmean(map(len, prompts)),
-        "share of other scripts than Latin": fmean(foreign),
-        "oldest weights": fmean(min(group.versions or (0,)) for group in groups),
-        **{f"share {mark}": fmean(mark in group.marks for group in groups) for mark in marks},
-    }
 
 
 def _print(answer: Json, console: Console) -> None:
     console.print(answer["jump"] or "no number jumps by more than chance")
-    title = "likely cause"
-    for cause in answer["causes"]:
+    for place, cause in enumerate(answer["causes"]):
+        title = "also" if place else "likely cause"
         console.print(f"{title}: {cause['name']}", style="bold")
         console.print(f"  {cause['what']}\n  remedy: {cause['remedy']}")
         if cause["groups"]:
             places = ", ".join(f"step {step} {name}" for step, name in cause["groups"])
             console.print(f"  groups: {places}")
-        title = "also"
     if not answer["causes"]:
         console.print("none of the known causes has left a trace")
     for change in answer["changes"]:
@@ -215,9 +210,9 @@ def _print(answer: Json, console: Console) -> None:
     table = plain_table(title, ["problem", "share", "norm", "without it", "rewards"])
     for row in answer["groups"]:
         known = [reward for reward in row["rewards"] if reward is not None]
-        numbers = [row.get("norm", 0.0), row.get("without", 0.0)]
-        cells = [f"{row['share']:.0%}", *(f"{number:.3g}" for number in numbers)]
-        table.add_row(row["prompt"][:60], *cells, f"{fmean(known or [0.0]):.2f}")
+        norms = [f"{row.get(name, 0.0):.3g}" for name in ("norm", "without")]
+        reward = f"{fmean(known or [0.0]):.2f}"
+        table.add_row(row["prompt"][:60], f"{row['share']:.0%}", *norms, reward)
     console.print(table)
     for trait in answer["traits"]:
         console.print(trait)

@@ -17,8 +17,8 @@ from sglang.srt.platforms.cpu import CpuSRTPlatform  # type: ignore[import-not-f
 from sglang.srt.platforms.device_mixin import PlatformEnum  # type: ignore[import-not-found]
 from torch.nn.functional import rms_norm, silu, softplus
 
+# Declared operators vanish with the object that declared them.
 _KEPT: list[torch.library.Library] = []
-"""Declared operators vanish with the object that declared them."""
 
 
 def activate() -> str:

@@ -14,8 +14,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from fractions import Fraction
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
+from common import Json
 from services.reward.answers.expressions import (
     ONE,
     ZERO,
@@ -386,7 +387,7 @@ def _same_progression(expected: Expression, given: Expression) -> bool:
     return is_same_step and _same_node(steps, nearest)
 
 
-def prepare(arguments: dict[str, Any]) -> Callable[[], Callable[[str], str]]:
+def prepare(arguments: Json) -> Callable[[], Callable[[str], str]]:
     """Loads and warms up the grader; a worker's handler answers `[gold, answer]` with a verdict.
 
     Args:

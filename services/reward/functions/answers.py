@@ -23,6 +23,7 @@ from services.reward.functions.base import (
     Completions,
     DetailedRewardFunction,
     Score,
+    Scores,
     column,
     text_of,
 )
@@ -68,9 +69,9 @@ class MathHost(ProcessHost):
         super().check(item, where)
         _gold(item, where)
 
-    async def _score(self, items: Sequence[RewardItem]) -> list[Score]:
+    async def _score(self, items: Sequence[RewardItem]) -> Scores:
         golds = [_gold(item, f"items[{i}].") for i, item in enumerate(items)]
-        scores: list[Score] = []
+        scores: Scores = []
         hard: list[int] = []  # answers that the workers must compare
         read = 0
         for i, (item, gold) in enumerate(zip(items, golds, strict=True)):
@@ -166,7 +167,7 @@ class MathRewardFunction(DetailedRewardFunction):
         self._host: MathHost | None = None
         self._lock = threading.Lock()
 
-    def scores(self, completions: Completions, **kwargs: Any) -> list[Score]:
+    def scores(self, completions: Completions, **kwargs: Any) -> Scores:
         """Returns verdicts with their extracted answers. Raises InvalidInput for a `ground_truth`
         that states no answer.
         """

@@ -9,22 +9,25 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from common import Json
 from common.errors import ConfigError, InvalidInput, shorten
 from common.process import daemon_threads
 from common.wire.schemas import RewardStatus
 
 _MAX_REASON_CHARS = 500
 _MAX_FRAMES = 8
+# Folders with the frames between a reward function of a user and its caller.
 _OURS = (
     Path(__file__).resolve().parents[1],
     Path(daemon_threads.__file__).resolve().parent,
 )
-"""Folders with the frames between a reward function of a user and its caller."""
 _LARGEST = 3e38  # of a float32, in which the trainer computes
 # `{"role": …, "content": …}`
 Message = dict[str, str]
 # Completions of a call, each as a chat: the messages of an answer or an episode.
 Completions = list[list[Message]]
+# The data set's columns of a call, each with a cell for every completion.
+Columns = dict[str, list[Any]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +56,9 @@ class Score:
         components = {name: _number(part) for name, part in self.components.items()}
         object.__setattr__(self, "value", value)
         object.__setattr__(self, "components", components)
+
+
+Scores = list[Score]
 
 
 def own_copy(value: Any) -> Any:
@@ -132,14 +138,14 @@ class RewardFunction(ABC):
                 that others have.
         """
 
-    def scores(self, completions: Completions, **kwargs: Any) -> list[Score]:
+    def scores(self, completions: Completions, **kwargs: Any) -> Scores:
         """Returns the results of `__call__`, with verdicts and details if the function has them.
 
         Raises WrongScores when it does not return a number for every completion.
         """
         return self.checked(self(completions, **kwargs), len(completions))
 
-    def checked(self, values: Any, count: int) -> list[Score]:
+    def checked(self, values: Any, count: int) -> Scores:
         """Returns scores for the values that a function returned. Raises WrongScores for anything
         but `count` of them.
         """
@@ -199,7 +205,7 @@ class DetailedRewardFunction(RewardFunction):
         return [math.nan if score.value is None else score.value for score in scores]
 
     @abstractmethod
-    def scores(self, completions: Completions, **kwargs: Any) -> list[Score]:
+    def scores(self, completions: Completions, **kwargs: Any) -> Scores:
         """Returns a score for each completion."""
 
 
@@ -216,7 +222,7 @@ def check_positive(**arguments: float) -> None:
             raise ConfigError(f"{name} is not above 0", field=name, value=value, remedy="raise it")
 
 
-def column(kwargs: dict[str, Any], name: str, count: int, function: str) -> list[Any]:
+def column(kwargs: Json, name: str, count: int, function: str) -> list[Any]:
     """Returns a column that a function needs. Raises InvalidInput when it is absent or has another
     length.
     """

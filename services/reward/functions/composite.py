@@ -11,6 +11,7 @@ from services.reward.functions.base import (
     DetailedRewardFunction,
     RewardFunction,
     Score,
+    Scores,
     own_copy,
 )
 
@@ -41,23 +42,14 @@ class CompositeRewardFunction(DetailedRewardFunction):
         weights: Sequence[float] | None = None,
         name: str = "composite",
     ) -> None:
-        weights = [1.0] * len(functions) if weights is None else list(weights)
-        if not functions or len(weights) != len(functions) or not all(map(math.isfinite, weights)):
-            raise ConfigError(
-                f"there are {len(functions)} functions, but not as many finite weights",
-                field="weights",
-                value=weights,
-                remedy="give at least one function, and a finite weight for each",
-            )
-        names = [function.name for function in functions]
-        check_names(names)
+        self.weights = weights_of(functions, weights, "weights")
+        check_names([function.name for function in functions])
         self.functions = list(functions)
-        self.weights = dict(zip(names, map(float, weights), strict=True))
         self.name = name
         self.bounds_itself = all(function.bounds_itself for function in functions)
         self.gives_verdicts = any(function.gives_verdicts for function in functions)
 
-    def scores(self, completions: Completions, **kwargs: Any) -> list[Score]:
+    def scores(self, completions: Completions, **kwargs: Any) -> Scores:
         """Returns the weighted sums with their components. Raises what a part raises."""
         parts: list[dict[str, Score]] = [{} for _ in completions]
         for function in self.functions:
@@ -65,6 +57,25 @@ class CompositeRewardFunction(DetailedRewardFunction):
             for part, score in zip(parts, scores, strict=True):
                 part[function.name] = score
         return [combine(part, self.weights) for part in parts]
+
+
+def weights_of(
+    functions: Sequence[RewardFunction], weights: Sequence[float] | None, field: str
+) -> dict[str, float]:
+    """Returns the weight of each function by its name, 1 each for None. Raises ConfigError that
+    names `field` for another number of weights, and for one that is not finite.
+    """
+    weights = [1.0] * len(functions) if weights is None else weights
+    if not functions or len(weights) != len(functions) or not all(map(math.isfinite, weights)):
+        raise ConfigError(
+            f"there are {len(functions)} reward functions, but not as many finite weights",
+            field=field,
+            value=weights,
+            remedy="give at least one function, and a finite weight for each",
+        )
+    return {
+        function.name: float(weight) for function, weight in zip(functions, weights, strict=True)
+    }
 
 
 def combine(parts: Mapping[str, Score], weights: Mapping[str, float]) -> Score:

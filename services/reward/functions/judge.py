@@ -22,6 +22,7 @@ from services.reward.functions.base import (
     DetailedRewardFunction,
     Message,
     Score,
+    Scores,
     check_positive,
     column,
     text_of,
@@ -119,7 +120,7 @@ class JudgeRewardFunction(DetailedRewardFunction):
         weakref.finalize(self, self._http.close)
         self._threads = DaemonThreads(concurrency, "judge")
 
-    def scores(self, completions: Completions, **kwargs: Any) -> list[Score]:
+    def scores(self, completions: Completions, **kwargs: Any) -> Scores:
         """Returns scores in [0, 1], requested concurrently. Raises InvalidInput without the column
         `prompt`.
         """

@@ -8,12 +8,15 @@ import weakref
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Protocol
 
+from common import Json
 from common.process.daemon_threads import sent_on
 from common.process.loop_thread import LoopThread
 from services.reward.functions.base import (
+    Columns,
     Completions,
     DetailedRewardFunction,
     Score,
+    Scores,
     WrongScores,
     text_of,
 )
@@ -30,7 +33,7 @@ class FunctionLog(Protocol):
     def log_metric(self, name: str, value: float) -> None:
         """Logs a number; every step reports its mean."""
 
-    def log_rows(self, rows: list[dict[str, Any]]) -> None:
+    def log_rows(self, rows: list[Json]) -> None:
         """Logs a row for every completion of a call."""
 
 
@@ -62,7 +65,7 @@ class PlainFunction(DetailedRewardFunction):
 
         self._signature = inspect.signature(function)
 
-    def scores(self, completions: Completions, **kwargs: Any) -> list[Score]:
+    def scores(self, completions: Completions, **kwargs: Any) -> Scores:
         """Returns what the function returns. Raises WrongScores for anything but a number or None
         for every completion.
         """
@@ -78,7 +81,7 @@ class PlainFunction(DetailedRewardFunction):
         if "answer" in self._signature.parameters and "ground_truth" in kwargs:
             # Loaders keep only the final answer.
             available.setdefault("answer", kwargs["ground_truth"])
-        extra: dict[str, list[Any]] = {}
+        extra: Columns = {}
         if self._log is not None:
             available["trainer_state"] = self._log.state
             available["log_metric"] = self._log.log_metric
@@ -92,7 +95,7 @@ class PlainFunction(DetailedRewardFunction):
             self._log.log_rows(self._rows(prompts, answers, extra))
         return scores
 
-    def _accepted(self, available: dict[str, Any]) -> dict[str, Any]:
+    def _accepted(self, available: Json) -> Json:
         """Returns the arguments that the function takes. Raises WrongScores when one is missing."""
         parameters = self._signature.parameters
         accepted = {name: value for name, value in available.items() if name in parameters}
@@ -113,10 +116,8 @@ class PlainFunction(DetailedRewardFunction):
         """Returns the score for a value; None means that the function does not apply."""
         return Score(None, "inapplicable") if value is None else super()._score_of(value)
 
-    def _rows(
-        self, prompts: list[Any], completions: list[Any], extra: dict[str, list[Any]]
-    ) -> list[dict[str, Any]]:
-        rows: list[dict[str, Any]] = []
+    def _rows(self, prompts: list[Any], completions: list[Any], extra: Columns) -> list[Json]:
+        rows: list[Json] = []
         for prompt, completion in zip(prompts, completions, strict=True):
             rows.append({"function": self.name, "prompt": prompt, "completion": completion})
         for name, given in extra.items():

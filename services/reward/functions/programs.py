@@ -12,6 +12,7 @@ from services.reward.functions.base import (
     Completions,
     DetailedRewardFunction,
     Score,
+    Scores,
     check_positive,
     column,
     text_of,
@@ -97,7 +98,7 @@ class CodeRewardFunction(DetailedRewardFunction):
         self._sandbox = Sandbox(limits, self.slots, sandbox, python=python)
         self._threads = DaemonThreads(self.slots, "sandbox")
 
-    def scores(self, completions: Completions, **kwargs: Any) -> list[Score]:
+    def scores(self, completions: Completions, **kwargs: Any) -> Scores:
         """Returns scores in [0, 1]; `answer` is the outcome of every case. Raises InvalidInput for
         invalid `test_cases`.
         """
@@ -140,8 +141,13 @@ class CodeRewardFunction(DetailedRewardFunction):
         # A busy machine decides nothing.
         has_failed = not {"passed", "starved", "skipped"}.issuperset(statuses)
         if "starved" in statuses and (self.partial_credit or not has_failed):
-            reason = "the machine was too busy to run the program"
-            return Score(None, "timeout", correct=False, answer=answer, reason=reason)
+            return Score(
+                None,
+                "timeout",
+                correct=False,
+                answer=answer,
+                reason="the machine was too busy to run the program",
+            )
 
         passed = statuses.count("passed")
         all_passed = passed == len(results)

@@ -11,6 +11,7 @@ from services.reward.functions.base import (
     DetailedRewardFunction,
     RewardFunction,
     Score,
+    Scores,
     check_positive,
     text_of,
 )
@@ -52,7 +53,7 @@ class FormatRewardFunction(DetailedRewardFunction):
         self._required = _compiled("required", required)
         self._forbidden = _compiled("forbidden", forbidden)
 
-    def scores(self, completions: Completions, **kwargs: Any) -> list[Score]:
+    def scores(self, completions: Completions, **kwargs: Any) -> Scores:
         """Returns 1.0 or 0.0 for each completion, no value if a pattern takes too long."""
         return [self._score(text_of(completion)) for completion in completions]
 
@@ -65,10 +66,12 @@ class FormatRewardFunction(DetailedRewardFunction):
                 try:
                     found = bool(pattern.search(searched, timeout=_SEARCH_S))
                 except TimeoutError:
-                    reason = (
-                        f"the pattern {pattern.pattern!r:.80} takes more than {_SEARCH_S:g} CPU s"
+                    return Score(
+                        None,
+                        "timeout",
+                        reason=f"the pattern {pattern.pattern!r:.80} takes more than {_SEARCH_S:g} "
+                        "CPU s",
                     )
-                    return Score(None, "timeout", reason=reason)
                 if found != wanted:
                     return Score(0.0)
         return Score(1.0)

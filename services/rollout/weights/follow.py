@@ -37,6 +37,7 @@ _SHARED_GPU_POLL_S = 5.0
 _LOST_BEFORE_STALE = 3
 """Consecutive interrupted downloads, each right after a response from the trainer, that make the
 node stale."""
+_SAY_AFTER_S = 0.5
 _FILES_S = 30.0
 """One answer about files that are being written."""
 
@@ -241,7 +242,8 @@ class WeightFollower:
         self._state.wanted = wanted
         self._state.updating = True
         self._state.asleep = False
-        self._changed()
+        # Said only of an update that takes long: the trainer hears at once that it is done.
+        say = asyncio.get_running_loop().call_later(_SAY_AFTER_S, self._changed)
 
         stage = "download"
         try:
@@ -276,6 +278,7 @@ class WeightFollower:
         except (ServiceError, OSError) as error:
             self._failed(wanted, stage, error)
         finally:
+            say.cancel()
             self._changed()
 
     def _update_done(self, wanted: WeightId) -> None:
@@ -363,10 +366,16 @@ class WeightFollower:
             field="rollout.stuck_after_s",
             remedy="look at the log of the engine",
         )
-        first = self._engine.work()
+        first: int | None = None
 
         def progress() -> int:
-            return self._engine.work() - first + self._receiver.received
+            # Counted from the first look on: most loads are over before, and a look at the engine's
+            # processes takes longer than the load of a small model.
+            nonlocal first
+            work = self._engine.work()
+            if first is None:
+                first = work
+            return work - first + self._receiver.received
 
         self._loading = asyncio.create_task(bounded(work, waits, progress))
         try:

@@ -139,7 +139,7 @@ class WeightStore:
         target = directory / file.name
         for found in self._equal(file.xxh3, file.size):
             with contextlib.suppress(OSError):  # no hard links here, or too many
-                await asyncio.to_thread(target.hardlink_to, found)
+                target.hardlink_to(found)
                 return
         if not await self._patch(manifest, file, directory):
             await self._get(manifest, file, target)

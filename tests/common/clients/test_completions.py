@@ -1,10 +1,11 @@
 """What an engine's answer lacks is named: an empty completion is not one whose numbers are NaN."""
 
+import json
 from typing import Any
 
 import pytest
 
-from common.clients.rollout import GenerationFailed, completion_from_answer
+from common.clients.rollout import GenerationFailed, completion_from_answer, read_completions
 
 
 def answer(ids: list[int], pairs: list[list[Any]]) -> dict[str, Any]:
@@ -44,3 +45,23 @@ def test_truncated_sampling_needs_the_tokens_that_it_left() -> None:
 
 def test_a_whole_answer_is_read() -> None:
     assert completion_from_answer(answer([5], [[-1.0, 5, None]])).token_ids.tolist() == [5]
+
+
+@pytest.mark.parametrize("text", [None, "a", "]", '[1,"', "\\"])
+@pytest.mark.parametrize("separators", [(",", ":"), (", ", ": ")])
+def test_an_answer_is_read_whatever_its_tokens_are_and_however_it_is_written(
+    text: str | None, separators: tuple[str, str]
+) -> None:
+    pairs = [[-1.0, 5, text], [-2.5, 6, text]]
+    body = json.dumps([answer([5, 6], pairs)] * 2, separators=separators).encode()
+    for completion in read_completions([body], None, n=2, truncated=False, routed=False):
+        assert completion.token_ids.tolist() == [5, 6]
+        assert completion.logprobs.tolist() == [-1.0, -2.5]
+        assert completion.weight_versions == [(3, 0, 2)]
+
+
+@pytest.mark.parametrize("body", [b"<html>", b"[]", b"{}", b'[{"text": "a"}]', b"\xff"])
+def test_what_is_no_answer_is_refused(body: bytes) -> None:
+    with pytest.raises(GenerationFailed) as refused:
+        read_completions([body], None, n=1, truncated=False, routed=False)
+    assert refused.value.field == "/generate"

@@ -161,6 +161,21 @@ async def test_groups_wait_in_the_collector_and_not_in_the_engine() -> None:
         assert sum(busy) / len(busy) > 60
 
 
+async def test_groups_that_end_make_room_without_another_look() -> None:
+    looks = 0
+
+    def idle(_: httpx.Request) -> list[dict[str, Any]]:
+        nonlocal looks
+        looks += 1
+        return [load(0, 0, slots=8)]
+
+    room = EngineRoom(engines_that(idle, ["http://a"]))
+    for _ in range(20):
+        async with room.enter(8):
+            pass
+    assert looks == 1
+
+
 async def test_groups_do_not_wait_for_servers_that_do_not_say_what_they_do() -> None:
     transport = httpx.MockTransport(lambda _: httpx.Response(404, json={"detail": "no"}))
     room = EngineRoom(Engines(httpx.AsyncClient(base_url="http://x", transport=transport)))

@@ -140,6 +140,8 @@ def test_embedded_eight_samples_equal_eight_single_requests(engine: Engine) -> N
     assert [sequence.tokens for sequence in group] == [single[0].tokens for single in singles]
     assert len({tuple(sequence.tokens) for sequence in group}) == 8
     assert [sequence.cached_tokens for sequence in group] == [0] + [2] * 7
+    # Equal prompts that arrive together are computed once, whoever sent them.
+    assert [single[0].cached_tokens for single in singles] == [0] + [2] * 7
 
 
 def test_embedded_without_seeds_completions_differ_between_requests(engine: Engine) -> None:

@@ -220,7 +220,7 @@ def test_hybrid_scores_are_those_of_a_forward_and_disturb_no_row(written: Writte
         assert [[each.tokens for each in job.done.result(LIMIT_S)] for job in chosen] == calm
     for prompt, found in zip(prompts, scores, strict=True):
         wanted = logprobs(written.plain[0], prompt[:1], prompt[1:])
-        torch.testing.assert_close(torch.tensor(found), wanted, atol=NEAR, rtol=NEAR)
+        torch.testing.assert_close(torch.tensor(found.logprobs), wanted, atol=NEAR, rtol=NEAR)
 
 
 @pytest.mark.parametrize("written", FAST[:1], indirect=True)

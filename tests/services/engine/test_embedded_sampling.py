@@ -5,7 +5,7 @@ import numpy as np
 import torch
 
 from common.clients.rollout import sample_seed
-from services.engine.sampling import FIELDS, sample, stream_key, uniforms
+from services.engine.sampling import FIELDS, sample, stream_keys, uniforms
 
 ROWS = 20_000
 
@@ -90,7 +90,7 @@ def test_embedded_sampling_rows_do_not_see_each_other() -> None:
 
 
 def test_embedded_sampling_random_numbers_are_uniform_and_a_function_of_key_and_counter() -> None:
-    keys = np.repeat([stream_key(sample_seed(7, index)) for index in range(200)], 100)
+    keys = np.repeat(stream_keys([sample_seed(7, index) for index in range(200)]), 100)
     counters = np.tile(np.arange(100), 200)
     numbers = torch.from_numpy(uniforms(keys, counters))
     assert numbers.tolist() == uniforms(keys, counters).tolist()

@@ -10,6 +10,8 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
 from services.engine import requests
 from services.engine.app import make_app
@@ -91,6 +93,28 @@ def test_scores_are_those_of_transformers_in_sglangs_form(
     )
 
 
+def test_other_tokens_are_scored_beside_those_of_the_prompt(model_dir: Path) -> None:
+    row = ROWS[0]
+    ((_, answer),) = ask(
+        model_dir, scoring(row, 1, top_logprobs_num=3, token_ids_logprob=[7, row[2]])
+    )
+    meta = answer["meta_info"]
+    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
+    with torch.no_grad():
+        logs = model(torch.tensor([row])).logits[0].log_softmax(-1)
+
+    assert meta["input_top_logprobs"][0] is None
+    assert meta["input_token_ids_logprobs"][0] is None
+    places = zip(meta["input_top_logprobs"][1:], logs[1:-1], strict=True)
+    for found, wanted in places:
+        best = wanted.topk(3)
+        assert [token for _, token, _ in found] == best.indices.tolist()
+        np.testing.assert_allclose([pair[0] for pair in found], best.values, atol=2e-5)
+    for found, wanted in zip(meta["input_token_ids_logprobs"][1:], logs[1:-1], strict=True):
+        assert [token for _, token, _ in found] == [7, row[2]]
+        np.testing.assert_allclose([pair[0] for pair in found], wanted[[7, row[2]]], atol=2e-5)
+
+
 def test_scoring_changes_nothing_for_requests_that_run(model_dir: Path) -> None:
     generating = {
         "input_ids": ROWS[0],
@@ -136,6 +160,8 @@ def test_a_text_is_read_by_the_tokenizer(model_dir: Path, engine: Engine) -> Non
         ({"logprob_start_len": -1}, "sampling_params.max_new_tokens"),
         ({"logprob_start_len": "0"}, "logprob_start_len"),
         ({"input_ids": [5, 999]}, "input_ids"),
+        ({"token_ids_logprob": [5, 999]}, "token_ids_logprob"),
+        ({"top_logprobs_num": 5000}, "top_logprobs_num"),
         ({"text": "a"}, "text"),
         ({"text": [1]}, "text"),
     ],

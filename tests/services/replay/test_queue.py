@@ -490,6 +490,17 @@ async def test_a_take_that_waits_while_another_run_begins_leases_none_of_its_gro
     assert (await client.stats())["leased"] == 0
 
 
+async def test_a_late_take_of_a_run_that_a_lost_store_knew_leases_nothing(
+    client: ReplayClient, make_group: MakeGroup
+) -> None:
+    """The store was emptied after run-1, and run-2 is the first that it knows."""
+    await client.reset_fresh(run_id="run-2")
+    await client.add([make_group("a")])
+    with pytest.raises(ServiceError, match="run run-1 has ended here: run run-2"):
+        await client.take(take(1, "run-1-take-1", run_id="run-1"))
+    assert (await client.stats())["leased"] == 0
+
+
 async def test_copies_of_other_calls_that_arrive_late_change_nothing(
     client: ReplayClient, make_group: MakeGroup
 ) -> None:

@@ -31,6 +31,11 @@ def as_msgpack(_: SerializationContext, value: Any) -> bytes:
     return packed
 
 
+@schemathesis.serializer("application/x-protobuf")
+def as_protobuf(_: SerializationContext, value: Any) -> bytes:
+    return value if isinstance(value, bytes) else repr(value).encode()
+
+
 @schemathesis.deserializer("application/msgpack")
 def from_msgpack(_: DeserializationContext, response: Response) -> Any:
     return _with_lists(msgpack.unpackb(response.content))

@@ -27,12 +27,18 @@ from services.rollout.first_node import FirstNodeAgent
 from tests.support.environments.environments import BASE, AnsweringEngine
 from tests.support.environments.own_environments import INSISTS, OPEN_SESSION
 from tests.support.paths import ROOT
+from tests.support.tinker.stand_ins import BASE as TINKER_BASE
+from tests.support.tinker.stand_ins import CountingLearner, EchoEngine, make_server
 from trainer.backends.server import create_trainer_app
 from trainer.observe.prometheus import TrainerMetrics
+from trainer.tinker.app import create_tinker_app
+from trainer.tinker.clients import Clients
 from trainer.weights.board import WeightBoard
 from trainer.weights.versions import write_version
 
 SERVICES = ("data", "reward", "replay", "environment", "engine", "agent", "trainer")
+APPS = (*SERVICES, "tinker")
+"""All that answer HTTP."""
 
 
 def tiny(model: Path, directory: Path, *more: str) -> Config:
@@ -66,6 +72,9 @@ def make(service: str, config: Config) -> FastAPI:
     if service == "agent":
         metrics = Metrics("rollout-server")
         return create_agent_app(FirstNodeAgent(config, Topology(), metrics), metrics)
+    if service == "tinker":
+        server = make_server(config.state_dir, CountingLearner(), EchoEngine())
+        return create_tinker_app(server, Clients(), TINKER_BASE, server.running)
     board = WeightBoard(config.state_dir / "weights")
     board.announce(write_version([("weight", torch.zeros(4))], [], board.directory, "run", 1))
     metrics = Metrics("ppo-trainer")

@@ -9,6 +9,7 @@ import urllib.request
 from typing import Any
 
 import tinker  # type: ignore[import-not-found, unused-ignore]
+import torch
 from tinker import types  # type: ignore[import-not-found, unused-ignore]
 
 url, model = sys.argv[1:]
@@ -65,6 +66,33 @@ scores = sampler.compute_logprobs(types.ModelInput.from_ints([1, 5, 6, 7, 8])).r
 trained = training.forward([data[0]], "cross_entropy").result().loss_fn_outputs[0]["logprobs"].data
 assert scores[0] is None
 assert all(abs(a - b) < 1e-4 for a, b in zip(scores[1:], trained, strict=True)), (scores, trained)
+chosen = torch.tensor([[7, -1], [5, 6], [8, -1], [8, 9]])
+target = types.TensorData.from_torch(chosen)
+alone = types.SamplingParams(max_tokens=2, stop=[])
+whole = types.ModelInput.from_ints([1, 5, 6, 7, 8])
+others = sampler.sample(
+    whole,
+    1,
+    alone,
+    include_prompt_logprobs=True,
+    topk_prompt_logprobs=3,
+    topk_sample_logprobs=2,
+    target_prompt_logprobs=target,
+).result()
+top = others.topk_prompt_logprobs
+assert top[0] is None
+assert all(a >= b >= c for (_, a), (_, b), (_, c) in top[1:]), top
+assert all(best[0][1] >= own for best, own in zip(top[1:], others.prompt_logprobs[1:], strict=True))
+found = others.target_prompt_logprobs.to_torch()
+assert abs(found[1, 1] - scores[2]) < 1e-4, (found, scores)
+assert abs(found[3, 0] - scores[4]) < 1e-4, (found, scores)
+assert found[0, 1] == 0
+(sequence,) = others.sequences
+for token, logprob, likeliest in zip(
+    sequence.tokens, sequence.logprobs, sequence.topk_logprobs, strict=True
+):
+    known = dict(likeliest)
+    assert abs(known.get(token, logprob) - logprob) < 1e-4, (token, logprob, likeliest)
 named = training.save_weights_for_sampler("kept").result().path
 kept = service.create_sampling_client(model_path=named).result()
 seeded = types.SamplingParams(max_tokens=4, seed=7, stop=[])

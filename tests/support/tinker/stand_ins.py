@@ -135,7 +135,16 @@ class EchoEngine:
             weight = float(np.frombuffer(file.read_bytes())[0])
         if sampling["max_new_tokens"] == 0:
             scores = [[None if not i else weight, t, None] for i, t in enumerate(body["input_ids"])]
-            return httpx.Response(200, json={"meta_info": {"input_token_logprobs": scores}})
+            meta: dict[str, Any] = {"input_token_logprobs": scores}
+            others = {
+                "input_top_logprobs": range(body.get("top_logprobs_num", 0)),
+                "input_token_ids_logprobs": body.get("token_ids_logprob", ()),
+            }
+            for name, tokens in others.items():
+                meta[name] = [None]
+                for place in range(1, len(scores)):
+                    meta[name].append([[-place - token / 64, token, None] for token in tokens])
+            return httpx.Response(200, json={"meta_info": meta})
         answers = []
         for index in range(sampling["n"]):
             tokens = [(sampling["sampling_seed"] + index) % 400, 7]

@@ -1,5 +1,5 @@
 """A rank of a small run with an audit, whose services are in rank 0: `audited_run RUN_DIR MODEL
-[STEP]`, killed at the end of STEP.
+[STEP [SETTING …]]`, killed at the end of STEP.
 """
 
 import os
@@ -33,8 +33,8 @@ class Killer(Listener):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-def main(run_dir: Path, model: Path, kill_at: int) -> None:
-    config = audited(model, run_dir)
+def main(run_dir: Path, model: Path, kill_at: int, *settings: str) -> None:
+    config = audited(model, run_dir, *settings)
     backend = InProcessBackend(
         console=quiet(),
         rollout_transport=httpx.ASGITransport,
@@ -60,4 +60,4 @@ def main(run_dir: Path, model: Path, kill_at: int) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]), int((sys.argv[3:] or ["0"])[0]))
+    main(Path(sys.argv[1]), Path(sys.argv[2]), int((sys.argv[3:] or ["0"])[0]), *sys.argv[4:])

@@ -8,7 +8,7 @@ import pytest
 from common.errors import ConfigError
 from tests.support.runs.audits import audited, command
 from tests.support.runs.in_process import quiet
-from trainer.audit.certify import check_certificate, drawn_steps
+from trainer.audit.certify import check_certificate, drawn_steps, weight_files
 from trainer.start.in_process import train_in_process
 
 
@@ -23,18 +23,15 @@ def test_the_seed_alone_draws_the_steps() -> None:
     assert min(counts) > 30, "every step can be drawn"
 
 
-def certificate(path: Path, weights: Path, **changes: object) -> Path:
+def certificate(path: Path, weights: Path, state: str = "equal", **changes: object) -> Path:
     """Writes a certificate of two steps of ten for the weights in a directory."""
-    from trainer.audit.certify import weight_files
-
-    stage = {"stage": "rewards", "state": "equal", "detail": "8 answers"}
-    executed = [{"step": step, "stages": [stage]} for step in drawn_steps("a", 2, 10)]
+    stage = {"stage": "rewards", "state": state, "detail": "8 answers"}
     content = {
-        "format": 1,
         "seed": "a",
         "steps": 10,
-        "executed": [*executed, {"step": 10, "stages": [stage]}],
-        "differs": False,
+        "drawn": [{"step": step, "stages": [stage]} for step in drawn_steps("a", 2, 10)],
+        "checkpoint": {"step": 10, "stages": [stage]},
+        "record": "",
         "published": weight_files(weights),
     }
     path.write_text(json.dumps(content | changes))
@@ -47,25 +44,31 @@ def test_what_a_certificate_does_not_show_is_said(
     weights = tmp_path / "weights"
     weights.mkdir()
     (weights / "model.safetensors").write_bytes(b"some weights")
-    good = certificate(tmp_path / "certificate.json", weights)
-    assert check_certificate(good, weights) == 0
+    path = tmp_path / "certificate.json"
+    assert check_certificate(certificate(path, weights), weights) == 0
     assert "the certificate holds" in capsys.readouterr().out
 
-    assert check_certificate(certificate(good, weights, seed="b"), weights) == 1
+    assert check_certificate(certificate(path, weights, seed="b"), weights) == 1
     assert "the seed draws" in capsys.readouterr().out
-    assert check_certificate(certificate(good, weights, differs=True), weights) == 1
+    assert check_certificate(certificate(path, weights, state="differs"), weights) == 1
+    assert check_certificate(certificate(path, weights, state="not compared"), weights) == 0
+    assert "not compared: step" in capsys.readouterr().out
+    nothing: list[object] = []
+    assert check_certificate(certificate(path, weights, drawn=nothing), weights) == 1
+    lost = {"step": 10, "stages": nothing}
+    assert check_certificate(certificate(path, weights, checkpoint=lost), weights) == 1
+
+    certificate(path, weights)
     (weights / "model.safetensors").write_bytes(b"other weights")
-    changed = certificate(tmp_path / "other.json", weights)
-    (weights / "model.safetensors").write_bytes(b"some weights")
-    assert check_certificate(changed, weights) == 1
+    assert check_certificate(path, weights) == 1
     assert "model.safetensors has the checksum" in capsys.readouterr().out
 
     (weights / "model.safetensors").unlink()
     with pytest.raises(ConfigError):
-        check_certificate(changed, weights)
-    good.write_text("{}")
+        check_certificate(path, weights)
+    path.write_text("{}")
     with pytest.raises(ConfigError) as caught:
-        check_certificate(good, weights)
+        check_certificate(path, weights)
     assert caught.value.field == "--check"
 
 
@@ -81,9 +84,10 @@ def test_drawn_steps_are_executed_again_and_the_weights_are_those_published(
     status, printed = command(*words)
     assert status == 0, printed
     content = json.loads(path.read_text())
-    stages = [stage for each in content["executed"] for stage in each["stages"]]
+    stages = [stage for each in content["drawn"] for stage in each["stages"]]
     assert {stage["state"] for stage in stages} <= {"equal", "close"}
-    assert stages[-1]["stage"] == "checkpoint"
+    (checkpoint,) = content["checkpoint"]["stages"]
+    assert (checkpoint["stage"], checkpoint["state"]) == ("checkpoint", "equal")
     published = str(run_dir / "checkpoints/step_000004")
     status, printed = command(published, "--check", str(path))
     assert status == 0, printed

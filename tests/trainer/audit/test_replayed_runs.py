@@ -14,7 +14,7 @@ from common.settings.config import load
 from examples.tool_calculator.base import build
 from tests.support.paths import ROOT
 from tests.support.processes.ranks import run_ranks
-from tests.support.runs.audits import audited, replayed
+from tests.support.runs.audits import audited, command, replayed
 from tests.support.runs.in_process import quiet
 from trainer import OnlineRLTrainer, TrainerConfig
 from trainer.start.in_process import train_in_process
@@ -31,10 +31,19 @@ def assert_equal(run_dir: Path, step: int) -> str:
     return printed
 
 
-def test_a_run_of_two_ranks(base_model: Path, tmp_path: Path) -> None:
+def test_a_run_of_two_ranks_that_share_a_model_is_certified(
+    base_model: Path, tmp_path: Path
+) -> None:
+    """Each rank has half of the weights, of whose shares the checksums are."""
     run_dir = tmp_path / "run"
-    run_ranks(2, "audited_run", str(run_dir), str(base_model))
-    assert "on 2 ranks" in assert_equal(run_dir, 4)
+    words = [str(run_dir), str(base_model), "0", "--parallel.shard_size=2"]
+    run_ranks(2, "audited_run", *words)
+    path = str(tmp_path / "certificate.json")
+    status, printed = command(str(run_dir), "--certify", path, "--seed", "a", "--count", "1")
+    assert status == 0, printed
+    assert "on 2 ranks" in printed
+    assert printed.count(NOTHING) == 2, "the drawn step, and the checkpoint"
+    assert "the weights in step_000004" in printed
 
 
 def test_a_run_that_was_killed_and_resumed(base_model: Path, tmp_path: Path) -> None:
@@ -75,10 +84,20 @@ def test_a_run_of_episodes_and_a_tool_that_said_something_else(tmp_path: Path) -
     printed = assert_equal(run_dir, 2)
     assert "16 episodes of python:examples.tool_calculator.calculator:Calculator" in printed
 
+    path = str(tmp_path / "certificate.json")
+    words = [str(run_dir), "--certify", path, "--seed", "a", "--recorded-tools"]
+    status, printed = command(*words)
+    assert status == 0, printed
+    status, printed = command(str(run_dir / "checkpoints/step_000002"), "--check", path)
+    assert status == 0, printed
+    assert "not compared: step 2, episodes" in printed
+
     change_a_result(run_dir / "groups/step_000002.zip")
     status, printed = replayed(run_dir, 2)
     assert status == 1
     assert printed.splitlines()[-1] == "the first stage that differs: episodes"
+    # Without its tools, what the model read after the changed word tells.
+    assert command(*words)[0] == 1
 
 
 def change_a_result(path: Path) -> None:

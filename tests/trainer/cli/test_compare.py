@@ -96,7 +96,7 @@ def test_a_step_is_chosen_and_one_without_an_evaluation_is_refused(runs: list[Pa
     found = evaluated(runs[0], 0)
     assert found is not None
     assert (found.step, sum(found.graded)) == (0, 0)
-    beside = runs[0].parent / "sweep.yaml"  # as in `runs/sweep/*`
+    beside = runs[0].parent / "notes.txt"  # as in `runs/*`
     beside.touch()
     with pytest.raises(ConfigError, match="no run was evaluated at this step"):
         main([*map(str, runs), str(beside), "--step", "7"])

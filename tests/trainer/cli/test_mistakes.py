@@ -14,7 +14,6 @@ from common.errors import ConfigError
 from common.process.cli import run
 from common.process.topology import cuda_of_driver
 from common.settings.config import load
-from jobgroup import sweep
 from jobgroup.doctor import __main__ as doctor
 from jobgroup.local import __main__ as local
 from rlhf_math.commands import COMMANDS
@@ -46,7 +45,6 @@ PROGRAMS: dict[str, Callable[[list[str]], Any]] = {
     "tiny_model": tiny_model.main,
     "dashboard": dashboard.main,
     "local": local.main,
-    "sweep": sweep.main,
     "doctor": doctor.main,
     "trainer": lambda words: load(words, {}),
     "services.data": lambda words: load(words, {}),
@@ -114,11 +112,6 @@ MISTAKES = [
         "--dataset tiny --model http://127.0.0.1:1/v1",
         "--model|the server cannot be reached|check that it is running",
     ),
-    (
-        "sweep",
-        "FOLDER/nested.yaml",
-        "settings.trainer|there is no setting trainer",
-    ),
     ("local", f"{GROUP} --env API_TOKEN=secret", "API_TOKEN|6 characters|openssl rand -hex 32"),
     (
         "local",
@@ -168,7 +161,6 @@ MISTAKES = [
     ),
     ("trainer", "--config FOLDER/twice.yaml", "--config|line 2: the key trainer stands twice"),
     ("local", "FOLDER/twice.yaml", "YAML|line 2: the key trainer stands twice in one mapping"),
-    ("sweep", "FOLDER/twice.yaml", "FILE|line 2: the key trainer stands twice in one mapping"),
     ("trainer", '--reward.functions [{"name":"math","name":"code"}]', "the key name stands twice"),
     (
         "train_math",
@@ -380,7 +372,6 @@ def test_a_typical_mistake_is_reported_in_the_terms_of_the_program(
         ("run/checkpoints/step_000004/config.json", "{}"),
         ("adapter/adapter_config.json", '{"base_model_name_or_path": "/srv/gone"}'),
         ("adapter/adapter_model.safetensors", ""),
-        ("nested.yaml", "{settings: {trainer: {max_steps: 3}}, grid: {seed: [0, 1]}}"),
         ("rows.jsonl", '{"foo": 1}'),
         ("cut.jsonl", '{"foo": 1 "bar": 2}\n'),
         ("broken.yaml", "{\n"),

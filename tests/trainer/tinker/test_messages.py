@@ -1,18 +1,23 @@
 """Tinker's protobuf messages, against bytes that the SDK 0.38 has written."""
 
+from contextlib import suppress
+from typing import Any
+
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from common.errors import InvalidInput, TooLarge
+from common.errors import InvalidInput, ServiceError, TooLarge
 from trainer.tinker.interface import Outputs
 from trainer.tinker.messages import (
+    MESSAGES,
     SampleAnswer,
-    address,
     read_pass,
     write_outputs,
     write_samples,
 )
-from trainer.tinker.protobuf import MOST_FIELDS, bytes_field, fields, numbers, varint_field
+from trainer.tinker.protobuf import MOST_FIELDS
 
 _OF_SDK = bytes.fromhex(
     "0a09733a747261696e3a3010ac021a6a0a0c0a0a0a08010000002c0100000a080a060a040700000012300a0d74617267"
@@ -27,8 +32,8 @@ _OF_SDK = bytes.fromhex(
 
 
 def test_reads_what_the_sdk_writes() -> None:
-    assert address(_OF_SDK) == ("s:train:0", 300)
     found = read_pass(_OF_SDK)
+    assert (found.run, found.seq) == ("s:train:0", 300)
     assert (found.loss, found.forward_only) == ("ppo", True)
     assert found.config == {"clip_low_threshold": 0.8, "mode": "x"}
     one, two = found.data
@@ -40,20 +45,17 @@ def test_reads_what_the_sdk_writes() -> None:
     assert two.inputs["weights"].tolist() == [[0.0, 2.0], [0.0, 0.0]]
 
 
-def _tensor(content: bytes, shape: list[int], dtype: int = 1) -> bytes:
-    tensor = content + varint_field(3, dtype)
-    for size in shape:
-        tensor += varint_field(4, size)
-    entry = bytes_field(1, b"weights") + bytes_field(2, tensor)
-    return bytes_field(3, bytes_field(2, entry))
+def _tensor(shape: list[int], dtype: int = 1, **content: Any) -> bytes:
+    tensor = {**content, "dtype": dtype, "shape": shape}
+    return MESSAGES.encode("Pass", {"data": [{"inputs": [{"key": "weights", "value": tensor}]}]})
 
 
 def test_sparse_tensors_are_dense_for_the_learner() -> None:
     values = np.array([2, 3], "<f4").tobytes()
     ends = np.array([0, 1, 2], "<i8").tobytes()
     columns = np.array([2, 0], "<i8").tobytes()
-    sparse = bytes_field(1, values) + bytes_field(2, ends) + bytes_field(3, columns)
-    found = read_pass(_tensor(bytes_field(2, sparse), [2, 3]))
+    sparse = {"values": values, "row_ends": ends, "columns": columns}
+    found = read_pass(_tensor([2, 3], sparse=sparse))
     assert found.data[0].inputs["weights"].tolist() == [[0, 0, 2], [3, 0, 0]]
 
 
@@ -63,11 +65,13 @@ def test_sparse_tensors_are_dense_for_the_learner() -> None:
         _OF_SDK[:-1],
         b"\x80" * 20,
         b"\x0b",
-        _tensor(bytes_field(1, b"abc"), [1]),
-        _tensor(bytes_field(1, b"abcd"), [2]),
-        _tensor(bytes_field(1, b"abcd"), [1], dtype=4),
-        _tensor(bytes_field(2, b""), [1 << 20, 1 << 20]),
-        bytes_field(3, bytes_field(1, bytes_field(2, b"an image"))),
+        _tensor([1], dense=b"abc"),
+        _tensor([2], dense=b"abcd"),
+        _tensor([1], dtype=4, dense=b"abcd"),
+        _tensor([1 << 20, 1 << 20], sparse={}),
+        MESSAGES.encode("Pass", {"data": [{"model_input": [{"image": b"an image"}]}]}),
+        MESSAGES.encode("Top", {"k": 5}) + b"\x08\x05",
+        MESSAGES.encode("Text", {"tokens": b"\xff"}),
     ],
 )
 def test_refuses_what_it_cannot_read(body: bytes) -> None:
@@ -77,7 +81,7 @@ def test_refuses_what_it_cannot_read(body: bytes) -> None:
 
 def test_a_message_has_a_bounded_number_of_fields() -> None:
     with pytest.raises(TooLarge):
-        read_pass(bytes_field(3, b"") * (MOST_FIELDS + 1))
+        read_pass(b"\x1a\x00" * (MOST_FIELDS + 1))
 
 
 def test_outputs_have_every_array_of_every_datum() -> None:
@@ -86,23 +90,43 @@ def test_outputs_have_every_array_of_every_datum() -> None:
         {"logprobs": np.array([-3], np.float32)},
         {"logprobs": np.array([[-4, -5]], np.float32)},
     ]
-    message = list(fields(write_outputs(Outputs(arrays, {"loss:sum": 1.5}))))
-    records = [dict(fields(value)) for number, value in message if number == 2]  # type: ignore[arg-type]
-    assert [record[3] for record in records] == [2, 1]
-    tensor = dict(fields(dict(fields(records[0][2]))[2]))  # type: ignore[arg-type]
-    assert np.frombuffer(tensor[1], "<f4").tolist() == [-1, -2, -3]  # type: ignore[arg-type]
-    assert np.frombuffer(tensor[2], "<i8").tolist() == [0, 8, 12]  # type: ignore[arg-type]
-    wide = dict(fields(dict(fields(records[1][2]))[2]))  # type: ignore[arg-type]
-    assert numbers(wide[4]) == [2]
-    assert [value for number, value in message if number == 3][-1:] != []
+    found = MESSAGES.decode("Outputs", write_outputs(Outputs(arrays, {"loss:sum": 1.5})))
+    assert found["metrics"] == [{"key": "loss:sum", "value": 1.5}]
+    narrow, wide = found["records"]
+    assert (narrow["count"], wide["count"]) == (2, 1)
+    ((entry,), (of_wide,)) = (narrow["arrays"], wide["arrays"])
+    assert entry["key"] == "logprobs"
+    array = entry["value"]
+    assert np.frombuffer(array["data"], "<f4").tolist() == [-1, -2, -3]
+    assert np.frombuffer(array["ends"], "<i8").tolist() == [0, 8, 12]
+    assert of_wide["value"]["trailing_shape"] == [2]
 
 
 def test_samples_say_how_they_ended() -> None:
-    content = write_samples([SampleAnswer([5, 6], [-0.5, -1], "length")], [None, -2.0])
-    found = dict(fields(content))
-    sequence = dict(fields(found[1]))  # type: ignore[arg-type]
-    assert sequence[1] == 1
-    assert np.frombuffer(sequence[2], "<i4").tolist() == [5, 6]  # type: ignore[arg-type]
-    scores = np.frombuffer(found[2], "<f4")  # type: ignore[arg-type]
+    top = [[(-0.5, 5), (-1.0, 8)], [(-1.0, 6), (-2.0, 9)]]
+    sample = SampleAnswer([5, 6], [-0.5, -1], "length", top)
+    found = MESSAGES.decode("Samples", write_samples([sample], [None, -2.0], [None, [(-2.0, 3)]]))
+    (sequence,) = found["sequences"]
+    assert sequence["reason"] == 1
+    assert np.frombuffer(sequence["tokens"], "<i4").tolist() == [5, 6]
+    assert np.frombuffer(sequence["top"]["tokens"], "<i4").tolist() == [5, 8, 6, 9]
+    assert (sequence["top"]["k"], sequence["top"]["length"]) == (2, 2)
+    scores = np.frombuffer(found["prompt_logprobs"], "<f4")
     assert np.isnan(scores[0])
     assert scores[1] == -2
+    # The SDK takes the token 0 with this log-probability for a place without any.
+    assert np.frombuffer(found["top_of_prompt"]["tokens"], "<i4").tolist() == [0, 3]
+    assert np.frombuffer(found["top_of_prompt"]["logprobs"], "<f4").tolist() == [-99999, -2]
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, len(_OF_SDK) - 1), st.integers(0, 255)), max_size=6),
+    st.integers(0, len(_OF_SDK)),
+)
+def test_a_damaged_message_is_refused_by_name(changes: list[tuple[int, int]], end: int) -> None:
+    body = bytearray(_OF_SDK)
+    for place, byte in changes:
+        body[place] = byte
+    with suppress(ServiceError):
+        address(bytes(body[:end]))
+        read_pass(bytes(body[:end]))

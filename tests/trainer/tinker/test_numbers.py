@@ -225,3 +225,17 @@ def test_bounds_of_a_token_replace_those_of_the_request(runs: RunLearner) -> Non
     expected = runs.forward("bounds", data, "ppo", {"clip_high_threshold": 9.0})
     assert runs.forward("bounds", wide, "ppo", {}).metrics == expected.metrics
     assert runs.forward("bounds", data, "ppo", {}).metrics != expected.metrics
+
+
+def test_another_loss_is_computed_in_the_place_of_stable_reinforce(policy_dir: Path) -> None:
+    runs = learner(policy_dir, tinker__stable_reinforce="cispo")
+    data = only(random_data(4), "logprobs", "advantages")
+    found = []
+    for name in ("stable_reinforce", "cispo"):
+        runs.create(name, LoraSpec(rank=4, seed=3))
+        found.append(runs.forward_backward(name, data, name, {"clip_high_threshold": 2.0}))
+    one, other = found
+    assert one.metrics == other.metrics
+    assert runs.optim_step("stable_reinforce", AdamParams()) == runs.optim_step(
+        "cispo", AdamParams()
+    )

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,9 @@ import numpy as np
 import pytest
 
 from tests.support.paths import ROOT
-from trainer.tinker.protobuf import as_bytes, bytes_field, fields, map_field, varint_field
+from trainer.audit.__main__ import main as audit
+from trainer.tinker.messages import MESSAGES
+from trainer.tinker.store import TinkerStore
 
 pytestmark = pytest.mark.integration
 MODEL = "tiny/base"
@@ -91,18 +94,19 @@ def _serving(directory: Path, model: Path) -> Iterator[Server]:
 
 
 def _pass(run: str, seq: int, tokens: list[int], targets: list[int], logprobs: bytes) -> bytes:
-    ids = bytes_field(1, bytes_field(1, bytes_field(1, np.array(tokens, "<i4").tobytes())))
     inputs = {
         "target_tokens": (np.array(targets, "<i8").tobytes(), 2),
         "logprobs": (logprobs, 1),
         "advantages": (np.linspace(-1, 1, len(targets)).astype("<f4").tobytes(), 1),
     }
-    datum = ids
-    for name, (content, dtype) in inputs.items():
-        tensor = bytes_field(1, content) + varint_field(3, dtype) + varint_field(4, len(targets))
-        datum += map_field(2, name, bytes_field(2, tensor))
-    body = bytes_field(1, run.encode()) + varint_field(2, seq)
-    return body + bytes_field(3, datum) + bytes_field(4, b"importance_sampling")
+    tensors = [
+        {"key": name, "value": {"dense": content, "dtype": dtype, "shape": [len(targets)]}}
+        for name, (content, dtype) in inputs.items()
+    ]
+    text = {"tokens": np.array(tokens, "<i4").tobytes()}
+    data = [{"model_input": [{"text": text}], "inputs": tensors}]
+    loss = "importance_sampling"
+    return MESSAGES.encode("Pass", {"run": run, "seq": seq, "data": data, "loss": loss})
 
 
 def _loop(server: Server, steps: int) -> list[bytes]:
@@ -132,14 +136,14 @@ def _loop(server: Server, steps: int) -> list[bytes]:
             sampling_params={"max_tokens": 6, "stop": []},
         )
         sampled = server.result(asked).content
-        sequence = dict(fields(as_bytes(dict(fields(sampled))[1])))
-        tokens = np.frombuffer(as_bytes(sequence[2]), "<i4").tolist()
+        (sequence,) = MESSAGES.decode("Samples", sampled)["sequences"]
+        tokens = np.frombuffer(sequence["tokens"], "<i4").tolist()
         body = _pass(
             run,
             seq + 1,
             [prompt[-1], *tokens[:-1]],
             tokens,
-            logprobs=as_bytes(sequence[3]),
+            logprobs=sequence["logprobs"],
         )
         passed = server.post("forward_backward", body)
         stepped = server.post(
@@ -168,6 +172,30 @@ def test_kills_at_random_moments_change_nothing(base_model: Path, tmp_path: Path
     weights = _weights(tmp_path / "whole")
     assert len(weights) == 2
     assert _weights(tmp_path / "killed") == weights
+
+    assert _audit(tmp_path / "killed") == 0
+    _change_an_answer(tmp_path / "killed")
+    assert _audit(tmp_path / "killed") == 1
+
+
+def _audit(directory: Path) -> object:
+    with pytest.raises(SystemExit) as ended:
+        audit([str(directory)])
+    return ended.value.code
+
+
+def _change_an_answer(directory: Path) -> None:
+    """Changes a recorded norm of the gradient, with its checksum, as only an attacker would."""
+    store = TinkerStore(directory / "tinker.sqlite")
+    line = next(line for line in store.applied() if line.endswith(":train:0"))
+    with store.transaction() as db:
+        result = store.result(line, 3)
+        assert result is not None
+        changed = result.content.replace(b"}}", b"1}}")
+        assert changed != result.content
+        db.execute("DELETE FROM results WHERE line = ? AND seq = 3", (line,))
+        store.finish(line, 3, replace(result, content=changed), repeatable=True)
+    store.close()
 
 
 def _with_kills(server: Server, kills: int, chance: random.Random) -> list[bytes]:

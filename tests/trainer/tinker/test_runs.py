@@ -334,11 +334,17 @@ def test_wrong_names_specs_and_files(runs: RunLearner, run: str, tmp_path: Path)
     assert state(runs, run, tmp_path / "after") == before
 
 
-def test_the_highest_rank_is_a_setting(policy_dir: Path) -> None:
-    runs = learner(policy_dir, lora__rank=4)
-    runs.create("highest", LoraSpec(rank=4))
+def test_the_highest_rank_and_alpha_are_settings(
+    runs: RunLearner, run: str, policy_dir: Path, tmp_path: Path
+) -> None:
+    folder = _saved(runs, run, tmp_path / "run")
+    other = learner(policy_dir, lora__rank=4, lora__alpha=16.0)
+    other.create("highest", LoraSpec(rank=4))
     with pytest.raises(InvalidInput):
-        runs.create("higher", LoraSpec(rank=5))
+        other.create("higher", LoraSpec(rank=5))
+    with pytest.raises(InvalidInput) as caught:
+        other.load("highest", folder, optimizer=True)
+    assert "32.0" in (caught.value.remedy or "")
 
 
 def test_a_folder_has_its_name_only_when_it_is_whole(

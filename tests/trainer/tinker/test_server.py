@@ -20,7 +20,7 @@ from trainer.tinker import state as state_module
 from trainer.tinker import training
 from trainer.tinker.app import create_tinker_app
 from trainer.tinker.clients import Clients
-from trainer.tinker.protobuf import as_bytes, bytes_field, fields, varint_field
+from trainer.tinker.messages import MESSAGES
 from trainer.tinker.sampling import Adapters
 
 _KILLS = int(os.environ.get("TINKER_KILLS", "6"))
@@ -56,9 +56,8 @@ class Client:
 
     async def passes(self, run: str, seq: int, token: int = 5, loss: str = "cross_entropy") -> str:
         tokens = np.array([token], "<i4").tobytes()
-        chunk = bytes_field(1, bytes_field(1, bytes_field(1, tokens)))
-        body = bytes_field(1, run.encode()) + varint_field(2, seq)
-        body += bytes_field(3, chunk) + bytes_field(4, loss.encode())
+        data = [{"model_input": [{"text": {"tokens": tokens}}]}]
+        body = MESSAGES.encode("Pass", {"run": run, "seq": seq, "data": data, "loss": loss})
         response = await self.http.post(
             "/api/v1/forward_backward",
             content=body,
@@ -95,11 +94,9 @@ async def _serving(
 
 
 def _loss(response: httpx.Response) -> float:
-    metric = as_bytes(next(value for number, value in fields(response.content) if number == 3))
-    entry = dict(fields(metric))
-    value = dict(fields(as_bytes(bytes_field(2, b"") + metric)))[2]
-    assert entry[1] == b"loss:sum"
-    assert isinstance(value, float)
+    (metric,) = MESSAGES.decode("Outputs", response.content)["metrics"]
+    assert metric["key"] == "loss:sum"
+    value: float = metric["value"]
     return value
 
 
@@ -417,12 +414,52 @@ async def test_samples_are_of_the_weights_that_were_saved(tmp_path: Path) -> Non
         assert "checksum" in failed["error"]
 
 
+async def test_a_loop_that_goes_on_from_a_checkpoint_gets_the_same_samples(tmp_path: Path) -> None:
+    async def sampled(client: Client, run: str, seq: int) -> bytes:
+        saved = await client.post("save_weights_for_sampler", model_id=run, seq_id=seq)
+        name = (await client.result(saved["request_id"])).json()["sampling_session_id"]
+        return (await _sampled(client, name, seq=0)).content
+
+    async with _serving(tmp_path, CountingLearner(), EchoEngine()) as client:
+        run = await client.run()
+        first = await sampled(client, run, 1)
+        saved = await client.post("save_weights", model_id=run, seq_id=2, path="one")
+        path = (await client.result(saved["request_id"])).json()["path"]
+        expected = await sampled(client, run, 3)
+        assert expected != first  # the weights are the same, but the samples are others
+
+        client.session = (await client.post("create_session", tags=[]))["session_id"]
+        made = await client.post(
+            "load_weights", session_id=client.session, model_seq_id=0, path=path, optimizer=True
+        )
+        again = (await client.result(made["request_id"])).json()["model_id"]
+        assert await sampled(client, again, 1) == expected
+        assert await sampled(client, again, 2) not in (expected, first)
+        await client.step(again, 3)
+        assert (
+            await sampled(client, again, 4) == first
+        )  # of a gradient of 0: the weights are the same
+
+        for number in range(2):
+            await client.post(
+                "create_sampling_session",
+                session_id=client.session,
+                sampling_session_seq_id=number,
+                base_model=BASE,
+            )
+        samples = [
+            (await _sampled(client, f"{client.session}:sample:{number}", seq=0)).content
+            for number in range(2)
+        ]
+        assert samples[0] != samples[1]
+
+
 async def _sampled(client: Client, sampler: str, seq: int, **more: Any) -> httpx.Response:
     made = await client.post(
         "asample",
         sampling_session_id=sampler,
         seq_id=seq,
-        prompt={"chunks": [{"tokens": [1, 2], "type": "encoded_text"}]},
+        prompt={"chunks": [{"tokens": more.pop("tokens", [1, 2]), "type": "encoded_text"}]},
         sampling_params={"max_tokens": 4, **more.pop("params", {})},
         num_samples=2,
         prompt_logprobs=True,
@@ -433,8 +470,8 @@ async def _sampled(client: Client, sampler: str, seq: int, **more: Any) -> httpx
 
 
 def _logprobs(response: httpx.Response) -> list[float]:
-    sequence = dict(fields(as_bytes(dict(fields(response.content))[1])))
-    found: list[float] = np.frombuffer(as_bytes(sequence[3]), "<f4").tolist()
+    sequence = MESSAGES.decode("Samples", response.content)["sequences"][-1]
+    found: list[float] = np.frombuffer(sequence["logprobs"], "<f4").tolist()
     return found
 
 
@@ -468,6 +505,55 @@ async def test_one_question_tells_what_a_sampler_has_finished(tmp_path: Path) ->
         )
         assert rest["completions"] == []
         assert (await client.result(ids[0])).status_code == 404
+
+
+async def test_other_tokens_are_scored_where_the_client_asks(tmp_path: Path) -> None:
+    # The stand-in says −place − token / 64.
+    async with _serving(
+        tmp_path, CountingLearner(), EchoEngine(), stable_reinforce="cispo"
+    ) as client:
+        client.session = (await client.post("create_session", tags=[]))["session_id"]
+        made = await client.post(
+            "create_sampling_session",
+            session_id=client.session,
+            sampling_session_seq_id=0,
+            base_model=BASE,
+        )
+        sampler = made["sampling_session_id"]
+        dense = {"data": [9, -1, 3, 8], "dtype": "int64", "shape": [2, 2]}
+        prompt = [5, 6, 7]
+        answer = await _sampled(
+            client,
+            sampler,
+            seq=0,
+            tokens=prompt,
+            topk_prompt_logprobs=2,
+            topk_sample_logprobs=1,
+            prompt_logprobs_last_n=2,
+            target_prompt_logprobs=dense,
+            record_stability_info=True,
+        )
+        found = MESSAGES.decode("Samples", answer.content)
+        top = found["top_of_prompt"]
+        assert np.frombuffer(top["tokens"], "<i4").tolist() == [0, 0, 0, 1, 0, 1]
+        logprobs = np.frombuffer(top["logprobs"], "<f4").tolist()
+        assert logprobs[2:] == [-1, -1 - 1 / 64, -2, -2 - 1 / 64]
+        # Of the two sampled tokens, behind a prompt of three.
+        sampled = found["sequences"][0]["top"]
+        assert np.frombuffer(sampled["logprobs"], "<f4").tolist() == [-3, -4]
+        targets = np.frombuffer(found["targets"]["dense"], "<f4")
+        assert targets.tolist() == [-1 - 9 / 64, 0, -2 - 3 / 64, -2 - 8 / 64]
+
+        sparse = {**dense, "data": [3, 9], "sparse_crow_indices": [0, 0, 2]}
+        sparse["sparse_col_indices"] = [0, 1]
+        answer = await _sampled(
+            client, sampler, seq=1, tokens=prompt, target_prompt_logprobs=sparse
+        )
+        layout = MESSAGES.decode("Samples", answer.content)["targets"]["sparse"]
+        assert np.frombuffer(layout["values"], "<f4").tolist() == [-2 - 3 / 64, -2 - 9 / 64]
+        assert np.frombuffer(layout["row_ends"], "<i8").tolist() == [0, 0, 2]
+        wrong = await _sampled(client, sampler, seq=2, target_prompt_logprobs=dense)
+        assert "target_prompt_logprobs" in wrong.json()["error"]
 
 
 async def test_clients_see_only_what_is_theirs(tmp_path: Path) -> None:
@@ -509,7 +595,7 @@ async def test_clients_see_only_what_is_theirs(tmp_path: Path) -> None:
         ("copy_weights", {}, "path"),
         ("create_custom_loss", {}, "path"),
         ("create_model", {"base_model": BASE}, "lora_config"),
-        ("asample", {"topk_sample_logprobs": 3}, "topk_sample_logprobs"),
+        ("asample", {"prompt_alt_tokens_k": 3}, "prompt_alt_tokens_k"),
         ("asample", {"record_stability_info": True}, "record_stability_info"),
         ("save_weights_for_sampler", {"kind": "inflight"}, "kind"),
         (

@@ -12,6 +12,7 @@ from tests.support.runs.audits import audited
 from tests.support.runs.in_process import quiet
 from trainer.observe.group_files import LINES
 from trainer.observe.run_dir import read_lines
+from trainer.policy.trained_prompts import TRAINED_PROMPTS
 from trainer.start.in_process import train_in_process
 from trainer.what_if.fork import main
 
@@ -42,6 +43,8 @@ def test_a_fork_without_a_change_is_the_run_again(
     assert set(said["recorded"].values()) == {2}, "only step 2 was sampled by version 1"
     assert (len(said["recorded"]), len(said["generated"])) == (4, 8)
     assert "held-out answers beside those of run 1" in capsys.readouterr().out
+    trained_on = f"checkpoints/step_000004/{TRAINED_PROMPTS}"
+    assert (fork / trained_on).read_bytes() == (parent / trained_on).read_bytes()
 
 
 def test_another_reward_grades_the_recorded_answers(parent: Path, tmp_path: Path) -> None:
@@ -65,6 +68,27 @@ def test_what_changes_the_answers_is_generated_anew(parent: Path, tmp_path: Path
     main([str(parent), *words])
     said = json.loads((fork / "fork.json").read_text())
     assert (said["recorded"], len(said["generated"])) == ({}, 4)
+
+
+def test_a_prepared_fork_goes_on_as_a_resumed_run(
+    parent: Path, base_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """From step 2, whose checkpoint is copied; the changed setting is given at the launch."""
+    fork = tmp_path / "fork"
+    change = "optimizer.learning_rate=1e-3"
+    main([str(parent), "--step", "2", "--set", change, "--output", str(fork), "--prepare"])
+    assert (
+        f"--env RUN_DIR={fork} --env RLHF_OPTIMIZER__LEARNING_RATE=1e-3" in capsys.readouterr().out
+    )
+    assert weights(fork) == weights(parent)[:2]
+
+    words = ["--reproducible=true", "--trainer.max_staleness=0", f"--{change}"]
+    train_in_process(audited(base_model, fork, *words), quiet())
+    alone = tmp_path / "alone"
+    main([str(parent), "--step", "2", "--set", change, "--output", str(alone)])
+    assert weights(fork) == weights(alone)
+    assert weights(fork)[:2] == weights(parent)[:2]
+    assert weights(fork)[2] != weights(parent)[2]
 
 
 def test_problems_that_are_left_out_are_not_asked_again(
