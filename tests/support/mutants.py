@@ -120,7 +120,11 @@ class _Mutants:
         for each in gc.get_objects():
             if type(each) is FunctionType and each.__code__.co_filename in self._files:
                 self._functions[_key(each.__code__)].append(each)
-        reached: _Reached = pickle.loads(_in_a_child(lambda: self._reached(session)))  # noqa: S301
+        answer = _in_a_child(lambda: self._reached(session))
+        if not answer:
+            self.problem = "the process that ran the tests without a change has died"
+            return True
+        reached: _Reached = pickle.loads(answer)  # noqa: S301
         if reached.failed:
             self.problem = f"without a change these fail: {', '.join(reached.failed)}"
             return True
