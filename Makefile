@@ -15,7 +15,6 @@ TRL := .venv-trl
 OLDEST := .venv-oldest
 OLDEST_TORCH := $(shell sed -n 's/.*"torch>=\([0-9.]*\).*/\1/p' pyproject.toml)
 AUDIT := .venv-audit
-MUTANTS := .venv-mutants
 BASE := .cache/tiny-base
 CONFIG := jobgroup/configs/$(if $(filter sglang,$(ENGINE)),tiny-sglang-cpu,tiny-cpu).yaml
 GROUP := jobgroup/rlhf-math-jobgroup.yaml
@@ -54,7 +53,7 @@ help:
 	@echo 'make audit           the pinned dependencies against public advisories; needs the internet'
 	@echo 'make chaos           the job group while processes are killed, stopped and cut off, and programs that catch every error [CHAOS_SEEDS=0,1,2]; half an hour'
 	@echo 'make soak            the job group for a long time: does anything grow? [SOAK_MINUTES=30]'
-	@echo 'make mutants         which changes of a room do its tests notice? ROOM=trainer/observe [COUNT=60] [SEED=0] [TESTS=tests/trainer]'
+	@echo 'make mutants         which changes of a room do its tests notice? ROOM=trainer/observe [N=40] [SEED=0] [TESTS=tests/trainer]'
 	@echo 'make clean           remove environments, caches and runs'
 
 # One environment for everything that runs on this machine; the pins are in constraints.txt.
@@ -201,14 +200,10 @@ bench-trl: $(VENV)/.made $(BASE)/config.json $(TRL)/.made
 	$(VENV)/bin/python -m benchmarks.vs_trl speed
 	$(VENV)/bin/python -m benchmarks.vs_trl learning
 
-# The tests run in $(VENV); mutmut, which no other target needs, lies beside it.
-$(MUTANTS)/.made: $(VENV)/.made
-	$(VENV)/bin/pip install --quiet --disable-pip-version-check -c constraints.txt --target $(MUTANTS) mutmut==3.8.1
-	@touch $@
-
-mutants: $(MUTANTS)/.made
-	PYTHONPATH=$(CURDIR):$(CURDIR)/$(MUTANTS) OMP_NUM_THREADS=1 $(VENV)/bin/python -m tests.support.mutants $(ROOM) \
-	  $(if $(COUNT),--count $(COUNT)) --seed $(SEED) $(if $(TESTS),--tests $(TESTS))
+mutants: $(BASE)/config.json
+	@test -n '$(ROOM)' || { echo 'name a room: make mutants ROOM=trainer/observe'; exit 2; }
+	OMP_WAIT_POLICY=passive OMP_NUM_THREADS=1 $(VENV)/bin/python -m tests.support.mutants $(ROOM) \
+	  $(if $(N),--count $(N)) --seed $(SEED) $(if $(TESTS),--tests $(TESTS))
 
 # Not part of `make test`: it needs the internet. A separate environment, so that it audits the pins, not itself.
 $(AUDIT)/.made:
@@ -229,4 +224,4 @@ soak: $(VENV)/.made $(BASE)/config.json
 	OMP_WAIT_POLICY=passive OMP_NUM_THREADS=1 $(VENV)/bin/python -m benchmarks.soak --minutes $(SOAK_MINUTES) --json runs/soak.json
 
 clean:
-	rm -rf $(VENV) $(SKY) $(TRL) $(OLDEST) $(AUDIT) $(MUTANTS) .venv-sglang .cache runs state site .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache dist *.egg-info
+	rm -rf $(VENV) $(SKY) $(TRL) $(OLDEST) $(AUDIT) .venv-sglang .cache runs state site .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache dist *.egg-info

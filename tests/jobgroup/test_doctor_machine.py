@@ -14,7 +14,7 @@ import pytest
 
 from common.errors import ConfigError
 from common.process.security import SecretRedactor
-from jobgroup.doctor import gpus, machine, network, storage
+from jobgroup.doctor import gpus, machine, network, sizes, storage
 from jobgroup.doctor.report import Check, Result, perform
 from tests.support.package.doctor_groups import plan_of
 from tests.support.processes.ports import free_port
@@ -248,3 +248,20 @@ def test_gpus_are_chosen_as_the_processes_do(
     turns.gpus = found
     shared = next(iter(gpus.check_gpus(turns)))
     assert shared.state == "ok"
+
+
+@pytest.mark.parametrize(("usable", "state"), [(0.5, "warn"), (1.9, "warn"), (2, "ok"), (64, "ok")])
+def test_two_cores_are_enough(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, usable: float, state: str
+) -> None:
+    monkeypatch.setattr(machine, "cores", lambda: usable)
+    found = _only(machine.check_cores(plan_of(tmp_path, {"reward-server": ""})))
+    assert (found.name, found.state) == ("cores", state)
+
+
+@pytest.mark.parametrize("gpus", range(1, 17))
+@pytest.mark.parametrize("count", [0, 1, 6, 8, 12])
+def test_gpus_are_divided_into_equal_groups(gpus: int, count: int) -> None:
+    found = sizes._divisors(gpus, count)
+    shared = {size for size in range(2, 100) if gpus % size == count % size == 0}
+    assert found == (sorted(shared) if count else [])

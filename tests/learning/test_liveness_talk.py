@@ -44,7 +44,7 @@ class Run:
             return shared[0]
 
         self.ranks: list[Liveness] = []
-        self._sockets: list[socket.socket] = []
+        self.sockets: list[socket.socket] = []
         for rank in range(3):
             ranks: Any = SimpleNamespace(
                 rank=rank, world_size=3, is_rank_zero=rank == 0, broadcast=broadcast
@@ -57,8 +57,8 @@ class Run:
             self.ranks.append(made)
 
     def _kept(self, endpoint: Callable[[], socket.socket]) -> socket.socket:
-        self._sockets.append(endpoint())
-        return self._sockets[-1]
+        self.sockets.append(endpoint())
+        return self.sockets[-1]
 
     def _reporter(self, rank: int) -> Any:
         def report(reason: str) -> str:
@@ -78,7 +78,7 @@ class Run:
     def __exit__(self, *_: object) -> None:
         for rank in (1, 2, 0):
             self.leave(rank)
-        for each in self._sockets:  # a process that ends closes them
+        for each in self.sockets:  # a process that ends closes them
             each.close()
 
     def leave(self, rank: int, error: BaseException | None = None) -> None:
@@ -237,7 +237,7 @@ def test_a_rank_that_says_nothing_for_long_is_lost(
 
 def test_a_connection_without_the_token_is_no_rank(run: Run, events: dict[str, Any]) -> None:
     with run:
-        port = run.ranks[0]._ranks.broadcast(None)[0]
+        port = run.sockets[0].getsockname()[1]
         with socket.create_connection(("127.0.0.1", port)) as stranger:
             stranger.sendall(b"hello wrong 2\n")
             assert stranger.recv(1) == b""

@@ -50,8 +50,8 @@ _TESTS = {
 """The tests of rooms that have no folder or file of tests of the same name."""
 _CPU_S = 10
 _WALL_S = 20.0
-"""Seconds that a change may take beyond five times those of its tests; then it counts as noticed."""
 _TIMES = 5
+"""What a change may take, in seconds and in multiples of its tests; then it counts as noticed."""
 _NOTICED = 1
 _Key = tuple[str, str, int]
 """The file, qualified name and first line of a function."""
@@ -95,6 +95,8 @@ class _Mutants:
         self.survivors: list[tuple[Change, int]] = []
         self._functions: dict[_Key, list[FunctionType]] = defaultdict(list)
         self._is_setup = False
+        self.problem = ""
+        """Why no change could be tried; empty if all is well."""
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_setup(self) -> Iterator[None]:
@@ -106,7 +108,8 @@ class _Mutants:
 
     def pytest_runtestloop(self, session: pytest.Session) -> bool:
         if session.testsfailed:
-            raise session.Interrupted("a file of tests cannot be collected")
+            self.problem = "a file of tests cannot be collected"
+            return True
         # Tests that start processes come last, since the others are quick.
         session.items.sort(key=lambda item: item.get_closest_marker("integration") is not None)
         session.config.pluginmanager.unregister(name="terminalreporter")
@@ -117,10 +120,17 @@ class _Mutants:
         for each in gc.get_objects():
             if type(each) is FunctionType and each.__code__.co_filename in self._files:
                 self._functions[_key(each.__code__)].append(each)
-        reached: _Reached = pickle.loads(_in_a_child(lambda: self._reached(session)))  # noqa: S301
+        answer = _in_a_child(lambda: self._reached(session))
+        if not answer:
+            self.problem = "the process that ran the tests without a change has died"
+            return True
+        reached: _Reached = pickle.loads(answer)  # noqa: S301
         if reached.failed:
-            raise session.Interrupted(f"without a change these fail: {reached.failed}")
-        self._refuse_blindness(session, reached)
+            self.problem = f"without a change these fail: {', '.join(reached.failed)}"
+            return True
+        if not self._sees(session, reached):
+            self.problem = "these tests do not run the code that is changed"
+            return True
         for change in self.drawn:
             tests = self._tests(change, reached)
             if not tests or not self._notices(session, change, tests, reached):
@@ -192,8 +202,8 @@ class _Mutants:
 
         return _fails(run, seconds)
 
-    def _refuse_blindness(self, session: pytest.Session, reached: _Reached) -> None:
-        """Raises if the tests pass although every function that one of them reaches raises."""
+    def _sees(self, session: pytest.Session, reached: _Reached) -> bool:
+        """Returns whether the tests fail when every function raises that one of them reaches."""
         broken = compile("def broken(): raise AssertionError('planted')", "planted", "exec")
         code = next(_codes(broken.co_consts[0]))
 
@@ -204,8 +214,8 @@ class _Mutants:
                         function.__code__ = code.replace(co_qualname=key[1])
             return _run(session, range(len(session.items)))
 
-        if not _fails(run, sum(reached.seconds.values())):
-            raise session.Interrupted("the tests do not run the code that is changed")
+        # Most tests fail at once, but some wait for what will never come.
+        return _fails(run, min(20.0, sum(reached.seconds.values())))
 
 
 def _run(session: pytest.Session, tests: Sequence[int]) -> int:
@@ -300,8 +310,8 @@ def main() -> None:
     tests = arguments.tests or functools.reduce(list.__add__, map(tests_of, arguments.rooms))
     options = ["-q", "--tb=no", "-n", "0", "-m", "not slow"]
     status = pytest.main([*options, *dict.fromkeys(tests)], plugins=[mutants])
-    if status:
-        raise SystemExit(status)
+    if status or mutants.problem:
+        raise SystemExit(mutants.problem or int(status))
     for change, reaching in sorted(mutants.survivors, key=lambda each: str(each[0])):
         print(f"{change}   [{reaching or 'no'} tests]")
     drawn = len(mutants.drawn)

@@ -563,3 +563,15 @@ def test_the_table_of_verl_names_settings_that_exist() -> None:
     for name in (word for row in rows for word in row.split("`")[1::2]):
         section, _, setting = name.partition(" ")[0].partition(".")
         assert setting in sections[section] or DataSection.model_fields.keys() & {setting}, name
+
+
+def test_a_project_is_that_of_the_tracker_and_nothing_without_one() -> None:
+    assert mapped(report_to="tensorboard", project="mine").trackers.project == "mine"
+    for none in ({}, {"report_to": "none"}, {"report_to": []}):
+        assert mapped(project="mine", **none).trackers.names == []
+
+
+def test_a_refused_argument_is_named_with_its_value() -> None:
+    with pytest.raises(ConfigError) as refused:
+        TrainerConfig(lr_scheduler_type="greedy")
+    assert (refused.value.field, refused.value.value) == ("lr_scheduler_type", "greedy")

@@ -367,6 +367,10 @@ def test_a_problem_is_reported_with_its_numbers_and_settings(
 def test_there_is_no_hint_when_all_is_well_or_unknown() -> None:
     for settings in ({}, ASYNC):
         assert hints(history({}), config(**settings)) == {}
+    # A distance that is small, or was as large before, is no move.
+    for began, now in ((0.0001, 0.01), (0.1, 0.11)):
+        kls = [{"update": {"kl_reference": kl}} for kl in [began] * 5 + [now] * 5]
+        assert hints(history(*kls), config()) == {}
     worst = history({"truncated": 1.0, "accuracy": 0.0}, healthy=0)
     assert hints(worst[: WINDOW - 1], config()) == {}
     assert set(hints(worst, config())) == {"truncated"}

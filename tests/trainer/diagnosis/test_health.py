@@ -1,0 +1,204 @@
+"""The health of services and rollout nodes, from what they answer."""
+
+import asyncio
+import os
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import httpx
+import pytest
+
+from common.clients.base import Client
+from common.process.topology import DATA, REPLAY, REWARD, ROLLOUT, TRAINER, Topology
+from common.settings.config import Config
+from trainer.diagnosis import health
+from trainer.diagnosis.health import ROUTER, Health, ServiceHealth
+
+STATS: dict[str, Any] = {
+    DATA: {"epoch": 1, "position": 40, "total_available": 100, "load": {"requests": 3}},
+    REWARD: {"graded": {"ok": 5, "error": 0}, "unfinished": 7, "load": {"requests": 1}},
+    REPLAY: {"size": 6, "capacity": 90, "fresh": 2, "load": {"requests": 0}},
+}
+LOADS = [
+    {"num_running_reqs": 3, "num_waiting_reqs": 1, "gen_throughput": 10.0},
+    {"num_running_reqs": 4, "num_waiting_reqs": 0, "gen_throughput": 20.0},
+]
+Answer = Callable[[str, str], Any]
+"""What (service, path) is answered with: JSON, a response, or an error that is raised."""
+
+
+class Tasks:
+    """Answers the calls of a `Health`; a test changes single answers."""
+
+    def __init__(self) -> None:
+        self.state = "ready"
+        self.registered = True
+        self.other: dict[str, Any] = {}
+        """What is answered instead, by `service/path` or the service."""
+
+    def __call__(self, service: str, request: httpx.Request) -> httpx.Response:
+        path = request.url.path
+        is_engine = request.url.port == Config().rollout.engine_port
+        name = f"{service} engine" if is_engine else service
+        found = self.other.get(f"{name}{path}", self.other.get(name))
+        if isinstance(found, Exception):
+            raise found
+        if isinstance(found, httpx.Response):
+            return found
+        return httpx.Response(200, json=self._usual(service, path) if found is None else found)
+
+    def _usual(self, service: str, path: str) -> Any:
+        if path == "/where":
+            return {"pid": os.getpid()}
+        if path == "/workers":
+            return {"workers": [{"is_healthy": True}, {"is_healthy": False}]}
+        if path == "/status":
+            report = {"state": self.state, "version": 8, "detail": "why"}
+            return {"report": report, "registered": self.registered}
+        return {"/v1/loads": {"loads": LOADS}, "/stats": STATS.get(service)}.get(path, {})
+
+
+@pytest.fixture
+def tasks(monkeypatch: pytest.MonkeyPatch) -> Tasks:
+    found = Tasks()
+
+    def client(name: str, url: str, **options: Any) -> Client:
+        return Client(name, url, transport=httpx.MockTransport(partial(found, name)), **options)
+
+    monkeypatch.setattr(health, "Client", client)
+    monkeypatch.setattr(health, "_FRESH_S", 0.0)
+    return found
+
+
+def asked(
+    *changes: Callable[[], None], where: dict[str, Any] | None = None
+) -> list[dict[str, ServiceHealth]]:
+    """Returns the health by name, at first and after each change."""
+
+    async def ask() -> list[dict[str, ServiceHealth]]:
+        made = Health(Config(), Topology(), lambda: 2, lambda: 9, headers={})
+        found = []
+        async with made.running():
+            for change in (lambda: None, *changes):
+                change()
+                answer = await made.ask()
+                found.append({each.name: each for each in answer})
+            if where is not None:
+                where.update(await made.where())
+        return found
+
+    return asyncio.run(ask())
+
+
+def test_the_numbers_of_healthy_tasks_are_those_that_they_answer(tasks: Tasks) -> None:
+    where: dict[str, Any] = {}
+    (found,) = asked(where=where)
+    nodes = [f"{ROLLOUT}-0", f"{ROLLOUT}-1"]
+    assert list(found) == [TRAINER, *nodes, ROUTER, DATA, REWARD, REPLAY]
+    assert {each.state for each in found.values()} == {"healthy"}
+    assert {each.problem for each in found.values()} == {""}
+    assert found[TRAINER].version == 9
+    for name in nodes:
+        node = found[name]
+        assert (node.version, node.reported) == (8, "ready")
+        assert (node.running, node.waiting, node.tokens_per_s) == (7, 1, 30.0)
+    counts = {name: (found[name].running, found[name].waiting) for name in (DATA, REWARD, REPLAY)}
+    assert counts == {DATA: (2, None), REWARD: (0, 7), REPLAY: (0, 2)}
+    assert "1 of 2" in found[ROUTER].text
+    assert {name: each.pid for name, each in where.items()} == dict.fromkeys(
+        [*nodes, DATA, REWARD, REPLAY], os.getpid()
+    )
+
+
+def test_the_state_of_a_node_is_that_of_its_agent_and_of_the_router(tasks: Tasks) -> None:
+    def now(state: str, registered: bool = True) -> Callable[[], None]:
+        def change() -> None:
+            tasks.state = state
+            tasks.registered = registered
+
+        return change
+
+    changes = [now("ready", False), now("updating"), now("starting"), now("failed")]
+    ready, *others = [found[f"{ROLLOUT}-0"] for found in asked(*changes)]
+    assert (ready.state, ready.problem, ready.running) == ("healthy", "", 7)
+    seen = [(node.reported, node.state, node.problem, node.running) for node in others]
+    assert seen == [
+        ("ready", "warning", "not_ready", 7),
+        ("updating", "healthy", "", None),
+        ("starting", "warning", "not_ready", None),
+        ("failed", "dead", "error", None),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("service", "answer", "state", "problem"),
+    [
+        (DATA, httpx.ConnectError("Connection refused"), "dead", "refused"),
+        (DATA, httpx.ReadTimeout("timed out"), "dead", "silent"),
+        (DATA, httpx.Response(401, json={}), "dead", "unauthorized"),
+        (f"{DATA}/health", httpx.Response(503, json={"reason": "loading"}), "warning", "not_ready"),
+        (
+            f"{DATA}/health",
+            httpx.Response(503, json={"reason": "gone", "lost": True}),
+            "warning",
+            "lost",
+        ),
+        (f"{DATA}/health", httpx.Response(503, text="no JSON"), "warning", "not_ready"),
+        (f"{DATA}/stats", {}, "dead", "error"),
+        (f"{DATA}/stats", httpx.Response(507, json={}), "dead", "disk_full"),
+        (ROUTER, {"workers": []}, "warning", ""),
+        (f"{ROLLOUT}-1 engine", httpx.ConnectError("Connection refused"), "dead", "refused"),
+    ],
+)
+def test_what_keeps_a_task_from_serving_has_a_kind(
+    tasks: Tasks, service: str, answer: Any, state: str, problem: str
+) -> None:
+    tasks.other[service] = answer
+    where: dict[str, Any] = {}
+    (found,) = asked(where=where)
+    name = service.partition("/")[0].removesuffix(" engine")
+    changed = found.pop(name)
+    assert (changed.state, changed.problem) == (state, problem)
+    assert changed.of_engine == service.endswith("engine")
+    assert changed.text
+    assert {each.state for each in found.values()} == {"healthy"}
+    assert (name in where) == (state != "dead" and name != ROUTER)
+
+
+@pytest.mark.parametrize(
+    ("path", "limits", "task", "state"),
+    [
+        ("/v1/loads", {"PATIENCE_S": 60.0, "_ENGINE_PATIENCE_S": 0.05}, f"{ROLLOUT}-0", "warning"),
+        ("/health", {"PATIENCE_S": 0.05}, DATA, "dead"),
+    ],
+)
+def test_a_task_that_takes_too_long_is_silent(
+    tasks: Tasks,
+    monkeypatch: pytest.MonkeyPatch,
+    path: str,
+    limits: dict[str, float],
+    task: str,
+    state: str,
+) -> None:
+    for name, limit_s in limits.items():
+        monkeypatch.setattr(health, name, limit_s)
+    answer = httpx.MockTransport.handle_async_request
+
+    async def late(self: httpx.MockTransport, request: httpx.Request) -> httpx.Response:
+        await asyncio.sleep(600 * (request.url.path == path))
+        return await answer(self, request)
+
+    monkeypatch.setattr(httpx.MockTransport, "handle_async_request", late)
+    (found,) = asked()
+    assert (found[task].state, found[task].problem) == (state, "silent")
+    assert found[task].of_engine == (task != DATA)
+
+
+def test_the_time_in_a_state_begins_with_it(tasks: Tasks) -> None:
+    def fail() -> None:
+        tasks.other[DATA] = httpx.ConnectError("Connection refused")
+
+    first, second, third = [found[DATA] for found in asked(lambda: None, fail)]
+    assert first.since_s <= second.since_s
+    assert third.since_s <= second.since_s
