@@ -158,7 +158,7 @@ class _Mutants:
             sys.settrace(saw)
             _run(session, [index])
             sys.settrace(None)
-            threading.settrace(None)  # type: ignore[arg-type]
+            threading.settrace(None)
             found.seconds[index] = time.perf_counter() - began
             if session.testsfailed:
                 session.testsfailed = 0

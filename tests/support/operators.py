@@ -118,11 +118,11 @@ def changes(path: Path, tree: ast.Module) -> Iterator[Change]:
     for node in _outermost_functions(tree):
         for owner in _without_wording(node):
             for field, index, new in _of(owner):
-                line = getattr(new, "lineno", 0) or getattr(owner, "lineno", node.lineno)
+                line: int = getattr(new, "lineno", 0) or getattr(owner, "lineno", node.lineno)
                 yield Change(path, line, owner, field, index, new)
 
 
-def _outermost_functions(node: ast.AST) -> Iterator[ast.AST]:
+def _outermost_functions(node: ast.AST) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
             yield child

@@ -567,7 +567,8 @@ def test_the_table_of_verl_names_settings_that_exist() -> None:
 
 def test_a_project_is_that_of_the_tracker_and_nothing_without_one() -> None:
     assert mapped(report_to="tensorboard", project="mine").trackers.project == "mine"
-    for none in ({}, {"report_to": "none"}, {"report_to": []}):
+    nowhere: tuple[dict[str, Any], ...] = ({}, {"report_to": "none"}, {"report_to": []})
+    for none in nowhere:
         assert mapped(project="mine", **none).trackers.names == []
 
 

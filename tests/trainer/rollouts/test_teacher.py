@@ -67,10 +67,11 @@ class Served:
             scores = self.engine.call(lambda scheduler: scheduler.score(body["prompt"]))
             found, _ = await asyncio.wrap_future(scores)
             choices: list[dict[str, Any]] = []
-            for index, (row, logprobs) in enumerate(zip(body["prompt"], found, strict=True)):
+            for index, (row, scored) in enumerate(zip(body["prompt"], found, strict=True)):
                 tokens = [model.tokenizer.decode([token]) for token in row]
-                scored = {"tokens": [*tokens, "x"], "token_logprobs": [None, *logprobs, -0.5]}
-                choices.insert(0, {"index": index, "text": "", "logprobs": scored})
+                logprobs = [None, *scored.logprobs, -0.5]
+                column = {"tokens": [*tokens, "x"], "token_logprobs": logprobs}
+                choices.insert(0, {"index": index, "text": "", "logprobs": column})
             return {"choices": choices}
 
 
