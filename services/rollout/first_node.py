@@ -44,6 +44,9 @@ log = logging.getLogger(__name__)
 _HEARTBEAT_S = 5.0
 _REPORTS = 8
 """Reports of progress, at least, within the time after which the trainer fences a silent node."""
+_CUT_OFF_S = 20.0
+"""After so long without an answer of the trainer, the engine leaves the router: before the trainer
+goes on without the node (`trainer.weights.board`, 30 s), which could not keep it out."""
 _RECONCILE_S = 1.0
 _WATCH_S = 1.0
 
@@ -82,6 +85,8 @@ class FirstNodeAgent(Agent):
         self.state = NodeState()
         self._libraries: EngineLibraries | None = None
         self._registered = False
+        self._heard_at: float | None = None
+        """When the trainer answered last; None before the first time."""
         self._starts_ordered = 0
         self._started_with: tuple[WeightManifest, Path] | None = None
         """The weights that the engine was started with; None for the base model."""
@@ -189,6 +194,7 @@ class FirstNodeAgent(Agent):
 
     async def _send_report(self) -> None:
         await self._trainer.report(self.report())
+        self._heard_at = time.monotonic()
 
     async def _run_engine(self) -> None:
         await self._follower.fetch_first()
@@ -325,6 +331,10 @@ class FirstNodeAgent(Agent):
     async def _reconcile(self) -> None:
         while True:
             self._wake_router.clear()
+            # Without a trainer, as before the first one starts, there are no newer weights.
+            heard_at = self._heard_at
+            silence_s = 0.0 if heard_at is None else time.monotonic() - heard_at
+            self.state.cut_off = silence_s > _CUT_OFF_S
             wanted = self.state.in_traffic
             done = False
             try:

@@ -36,6 +36,9 @@ class NodeState:
     asleep: bool = False
     """Whether the trainer has the shared GPUs and the engine holds no memory there: it sleeps or
     waits to be started."""
+    cut_off: bool = False
+    """Whether the trainer answers no more: it may have published weights that did not arrive here,
+    and goes on without this engine."""
 
     def engine_up(self, serves: WeightId | None) -> None:
         """Records that the engine is healthy and which weights it serves."""
@@ -92,6 +95,11 @@ class NodeState:
     @property
     def in_traffic(self) -> bool:
         """Whether the router should list the engine."""
+        return self.is_newest and not self.cut_off
+
+    @property
+    def is_newest(self) -> bool:
+        """Whether the engine serves the newest weights that the node knows."""
         return self.engine == "up" and self.admitted and not self.draining
 
     @property
@@ -109,7 +117,7 @@ class NodeState:
 
     def problem(self) -> str | None:
         """Returns why the node does not serve the newest weights, or None."""
-        if self.in_traffic:
+        if self.is_newest:
             return None
         target = "the base model" if self.wanted is None else f"weights {self.wanted.version}"
         problem = f"the engine is {self.worker_state}, wanted: {target}"

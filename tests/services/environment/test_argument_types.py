@@ -80,4 +80,4 @@ def test_every_type_takes_its_values_and_no_others() -> None:
     for value in (None, True, 0, 3, 0.5, [], [1], {}, {"a": 1}):
         for first, second in itertools.product(_KINDS, repeat=2):
             _check({"type": first}, value)
-            _check({"type": [first, second]}, value)
+            _check({"type": sorted({first, second})}, value)

@@ -12,19 +12,16 @@ import pytest
 import torch
 
 from common.clients.rollout import RolloutClient
-from common.process.metrics import Metrics
 from common.process.topology import Topology
 from common.weights.checksums import checksum
 from tests.support.engines.rollout_nodes import (
-    TRAINER_PORT,
     Node,
     flip_last_byte,
     generate,
     requests_served,
     until,
 )
-from tests.support.engines.synced_nodes import ADDRESS, SyncedNodes, sums
-from trainer.backends.server import BackgroundServer, create_trainer_app
+from tests.support.engines.synced_nodes import SyncedNodes, sums
 
 pytestmark = [
     pytest.mark.integration,
@@ -38,8 +35,8 @@ pytestmark = [
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SyncedNodes]:
     os.environ.update(Topology().loopback_env())
     cluster = SyncedNodes(tmp_path_factory.mktemp("cluster"))
-    app = create_trainer_app(cluster.board, Metrics("trainer"))
-    with BackgroundServer(app, ADDRESS, TRAINER_PORT):
+    with cluster.server:
+        cluster.serve()
         try:
             yield cluster
         finally:
@@ -195,6 +192,20 @@ async def test_killed_router_comes_back_with_its_workers(
     )
     await until(lambda: both.all_serve("a", 27), "both registered again", both)
     assert await generate(rollout) == 27
+
+
+async def test_an_engine_that_is_cut_off_from_the_trainer_leaves_the_router_until_it_answers(
+    both: SyncedNodes, rollout: RolloutClient
+) -> None:
+    """The trainer goes on without such an engine, which would answer with old weights."""
+    both.publish("a", 28)
+    await until(lambda: both.all_serve("a", 28), "weights 28 everywhere", both)
+    both.server.close()
+    await until(lambda: not both.routed(), "no engine in the router", both)
+    assert [await served(node) for node in both.nodes] == [28, 28], "the engines go on"
+    both.serve()
+    await until(lambda: both.all_serve("a", 28), "both registered again", both)
+    assert await generate(rollout) == 28
 
 
 async def test_new_run_replaces_the_weights_though_its_version_is_lower(

@@ -11,12 +11,9 @@ from collections.abc import Callable, Iterator
 import pytest
 from torch import Tensor
 
-from common.process.metrics import Metrics
 from common.process.topology import Topology
 from common.wire.schemas import WorkerReport
-from tests.support.engines.rollout_nodes import TRAINER_PORT
-from tests.support.engines.synced_nodes import ADDRESS, SyncedNodes, sums
-from trainer.backends.server import BackgroundServer, create_trainer_app
+from tests.support.engines.synced_nodes import SyncedNodes, sums
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow]
 
@@ -38,9 +35,8 @@ def until(cluster: SyncedNodes, condition: Callable[[], bool], what: str) -> Non
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SyncedNodes]:
     os.environ.update(Topology().loopback_env())
     cluster = SyncedNodes(tmp_path_factory.mktemp("sync"))
-    with BackgroundServer(
-        create_trainer_app(cluster.board, Metrics("trainer")), ADDRESS, TRAINER_PORT
-    ):
+    with cluster.server:
+        cluster.serve()
         try:
             until(cluster, cluster.healthy, "both nodes healthy")
             yield cluster

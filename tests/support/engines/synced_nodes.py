@@ -1,15 +1,18 @@
 """Rollout nodes with the trainer's own publisher, for every way to bring weights into engines."""
 
+from contextlib import ExitStack
 from pathlib import Path
 
 import httpx
 import torch
 from torch import Tensor
 
+from common.process.metrics import Metrics
 from common.process.topology import TRAINER
 from common.wire.schemas import Broadcast, WorkerReport
 from learning.weight_group import digest
-from tests.support.engines.rollout_nodes import GROUP, Cluster, Node, names
+from tests.support.engines.rollout_nodes import GROUP, TRAINER_PORT, Cluster, Node, names
+from trainer.backends.server import BackgroundServer, create_trainer_app
 from trainer.weights.broadcast import Broadcaster
 from trainer.weights.publisher import Publisher
 from trainer.weights.transfer import Rendezvous
@@ -31,6 +34,13 @@ class SyncedNodes(Cluster):
             file for file in self.model.iterdir() if file.name != "model.safetensors"
         ]
         self.fenced: list[str] = []
+        self.server = ExitStack()
+        """The trainer's HTTP server; closing it cuts the nodes off."""
+
+    def serve(self) -> None:
+        """Starts the trainer's HTTP server."""
+        app = create_trainer_app(self.board, Metrics("trainer"))
+        self.server.enter_context(BackgroundServer(app, ADDRESS, TRAINER_PORT))
 
     def start(self, rank: int) -> Node:
         return Node(rank, len(self.nodes), self.directory, self.model, **self.settings)

@@ -19,12 +19,15 @@ from common.process import watchdog
 from tests.support.runs.audits import audited, replayed
 from tests.support.runs.in_process import quiet
 from trainer.audit import __main__ as replay
-from trainer.audit.comparison import STAGES, Stage, StageOutcome
+from trainer.audit import comparison
+from trainer.audit.comparison import Stage, StageOutcome
 from trainer.audit.replay import StepReplay
 from trainer.start.in_process import train_in_process
 
 pytestmark = pytest.mark.integration
 STEP = 4
+STAGES = tuple(stage for stage in comparison.STAGES if stage != "checkpoint")
+"""What is compared unless stages are named."""
 Document = dict[str, Any]
 
 

@@ -97,7 +97,7 @@ def of_engine(model: Path, adapter: Path | None = None) -> Tensor:
     if adapter is not None:
         registry.load("policy", adapter)
         registry.merge("policy")
-    return torch.tensor(engine.score([IDS])[0])
+    return torch.tensor(engine.score([IDS])[0].logprobs)
 
 
 def publish(policy: Policy, form: Literal["adapter", "merged"], directory: Path) -> Path:

@@ -152,7 +152,7 @@ def test_the_language_model_is_trained_and_the_rest_is_kept(
     assert (scores(policy) - reference_scores(reloaded(checkpoint))).abs().max() < 1e-5
     assert type(reloaded(checkpoint)) is type(whole)
     (served,) = Model(checkpoint, 64).score(TOKENS.tolist())
-    assert (scores(policy)[0] - torch.tensor(served)).abs().max() < 1e-5
+    assert (scores(policy)[0] - torch.tensor(served.logprobs)).abs().max() < 1e-5
     assert (checkpoint / "preprocessor_config.json").read_text() == '{"image_mean": [0.5]}'
 
     resumed = Policy(config, Ranks(), checkpoint)
@@ -192,7 +192,7 @@ def test_what_is_published_has_the_names_that_engines_load(kind: str, tmp_path: 
     engine = Model(tmp_path / "model", 64)
     load_into(engine.module, version)
     (served,) = engine.score(TOKENS.tolist())
-    assert (scores(policy)[0] - torch.tensor(served)).abs().max() < 1e-5
+    assert (scores(policy)[0] - torch.tensor(served.logprobs)).abs().max() < 1e-5
     assert json.loads((version / "config.json").read_text())["model_type"] == kind
 
 
@@ -225,7 +225,7 @@ def test_an_adapter_is_for_the_whole_model(kind: str, tmp_path: Path) -> None:
     registry.load("a", adapter)
     registry.merge("a")
     (own,) = engine.score(TOKENS.tolist())
-    assert (scores(policy)[0] - torch.tensor(own)).abs().max() < 1e-5
+    assert (scores(policy)[0] - torch.tensor(own.logprobs)).abs().max() < 1e-5
 
     resumed = Policy(config, Ranks(), adapter)
     resumed.model.eval()
