@@ -73,7 +73,8 @@ class Service(FastAPI):
         """Adds a POST whose function gets the request and the path parameters as texts, and returns
         the response: nothing is validated or converted.
         """
-        route = APIRoute(path, handler, methods=["POST"], **options)
+        responses = {**self.router.responses, **options.pop("responses", {})}
+        route = APIRoute(path, handler, methods=["POST"], responses=responses, **options)
         self.router.routes.append(route)  # for /openapi.json, and for other methods
         self.bare_routes.append(route)
 
