@@ -345,10 +345,13 @@ class Liveness:
                 self._depart(_Message(word="gone", rank=rank, how="silent"))
         # Often all ranks were stopped, or have the same error.
         grace = {"stopped": self._lost_after_s, "failed": _OWN_ERROR_S}
-        for message, at in self._gone.values():
-            how = message.how
-            if how != "done" and (self._verdict_wanted or now - at >= grace.get(how, 0)):
-                await self._end(message)
+        causes = [(message, at) for message, at in self._gone.values() if message.how != "done"]
+        for message, at in causes:
+            if self._verdict_wanted or now - at >= grace.get(message.how, 0):
+                # The first to go is the cause: others end because of it. One rank writes the
+                # report: rank 0, or the next one if that is lost and cannot.
+                is_lost = message.rank == 0 and message.how in ("died", "silent")
+                await self._end(causes[0][0], writer=int(is_lost))
 
     def _call_all_stuck(self) -> None:
         """Tells the other ranks, from rank 0, that none has made progress for too long."""
@@ -365,7 +368,7 @@ class Liveness:
             reports=self._ranks.is_rank_zero,
         )
 
-    async def _end(self, message: _Message) -> None:
+    async def _end(self, message: _Message, writer: int) -> None:
         """Ends this process, because nothing else can end the collective in the main thread."""
         what = {
             "stopped": "was stopped (SIGTERM or Ctrl-C) and has left the run",
@@ -375,8 +378,6 @@ class Liveness:
             "node gone or process stuck",
         }[message.how]
         name = self._name(message.rank)
-        # One rank writes the report: rank 0, or the next one if that is lost and cannot.
-        writer = 1 if message.rank == 0 and message.how in ("died", "silent") else 0
         await self._exit(
             f"{name} {what}. {self._name(self._ranks.rank)} ends too",
             event("rank_lost", rank=name, how=message.how, cause=message.code),

@@ -3,6 +3,8 @@
 import shutil
 from collections.abc import AsyncIterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import httpx
 import pytest
@@ -12,8 +14,12 @@ from common.clients.base import Unreachable
 from common.process import progress
 from common.process.metrics import Metrics
 from common.process.storage import StorageFailed
+from common.process.topology import Topology
+from common.settings.config import Config
 from common.weights.checksums import Hasher
-from common.wire.schemas import Broadcast, WeightFile, WeightManifest
+from common.wire.schemas import Broadcast, EngineStart, EngineWeights, WeightFile, WeightManifest
+from services.rollout.first_node import FirstNodeAgent
+from services.rollout.further_node import FurtherNodeAgent
 from services.rollout.weights.store import WeightStore
 from services.rollout.weights.trainer_client import (
     CorruptWeights,
@@ -251,3 +257,58 @@ def test_what_is_fetched_or_compared_again_is_no_progress() -> None:
     download.done = 30
     download.at(1)
     assert progress.total() == before + 7
+
+
+def node_settings(folder: Path, nodes_per_engine: int) -> Config:
+    python = folder / "python"
+    python.touch()
+    rollout = {
+        "engine_python": str(python),
+        "nodes_per_engine": nodes_per_engine,
+        "tensor_parallel_size": nodes_per_engine,
+    }
+    return Config.model_validate({"rollout": rollout, "state_dir": str(folder / "state")})
+
+
+async def test_an_engine_starts_from_weights_that_are_intact(
+    tmp_path: Path, board: WeightBoard, store: WeightStore
+) -> None:
+    manifest = publish(board, 1, {"w": b"one"})
+    path = await store.fetch(manifest)
+    agent = FirstNodeAgent(node_settings(tmp_path, 1), Topology(), Metrics("rollout"))
+    follower: Any = SimpleNamespace(newest=None, refused=None)
+    agent._store = store
+    agent._follower = follower
+    assert await agent._stored_weights() is None
+    follower.newest = (manifest, path)
+    assert await agent._stored_weights() == (manifest, path)
+    follower.refused = WeightId("a", 1)
+    assert await agent._stored_weights() is None
+    follower.refused = None
+    (path / "w").write_bytes(b"onE")
+    assert await agent._stored_weights() is None
+
+
+@pytest.mark.parametrize("damaged", [False, True])
+async def test_a_further_node_is_prepared_with_weights_that_are_intact(
+    tmp_path: Path, board: WeightBoard, store: WeightStore, transport: Recorder, damaged: bool
+) -> None:
+    manifest = publish(board, 1, {"w": b"one"})
+    path = await store.fetch(manifest)
+    if damaged:
+        (path / "w").write_bytes(b"onE")
+    transport.paths.clear()
+    topology = Topology(node_rank=1, num_nodes=2, node_ips=("127.0.0.1",) * 2)
+    agent = FurtherNodeAgent(node_settings(tmp_path, 2), topology, Metrics("rollout"))
+    agent._store = store
+    start = EngineStart(
+        id="s",
+        dist_init_addr="head:1",
+        model_path=str(path),
+        weight_version="1",
+        weights=EngineWeights(manifest=manifest),
+    )
+    await agent._prepare(start)
+    assert agent.report().prepared == "s"
+    assert (path / "w").read_bytes() == b"one"
+    assert bool(transport.paths) == damaged
