@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -23,7 +24,7 @@ class Violation(AssertionError):
     """An invariant is broken."""
 
 
-class Scene:
+class Scene(ABC):
     """The simulated run of one seed."""
 
     fault_rates = (0.0, 0.02, 0.1, 0.3)
@@ -39,9 +40,9 @@ class Scene:
         """Whether the trainer's process runs."""
         self._directory = directory
 
+    @abstractmethod
     def run(self) -> None:
         """Runs to the end; raises Violation."""
-        raise NotImplementedError
 
     def stand_ins(self, stack: ExitStack) -> None:
         """Puts stand-ins in the place of what computes."""
