@@ -392,6 +392,15 @@ class WorkerReport(Wire):
     """Libraries of its engine; None where no weights are sent over NCCL."""
 
 
+class ReportNoted(Wire):
+    """The answer to a report."""
+
+    status: str = "noted"
+    may_serve: bool = True
+    """Whether the engine may get requests: it serves the newest weights, or the trainer waits until
+    it does."""
+
+
 class EngineLibraries(Wire):
     """Versions of the libraries with which an engine receives weights from GPU to GPU."""
 

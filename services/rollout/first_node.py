@@ -16,6 +16,7 @@ from pathlib import Path
 from pydantic import BaseModel
 
 from common.clients.rollout import BASE_VERSION
+from common.clients.unreachable import problem_of
 from common.errors import ServiceError, shorten
 from common.process import progress
 from common.process.metrics import Metrics
@@ -48,6 +49,7 @@ _CUT_OFF_S = 20.0
 """After so long without an answer of the trainer, the engine leaves the router: before the trainer
 goes on without the node (`trainer.weights.board`, 30 s), which could not keep it out."""
 _RECONCILE_S = 1.0
+_ASK_ROUTER_S = 0.5
 _WATCH_S = 1.0
 
 
@@ -86,7 +88,9 @@ class FirstNodeAgent(Agent):
         self._libraries: EngineLibraries | None = None
         self._registered = False
         self._heard_at: float | None = None
-        """When the trainer answered last; None before the first time."""
+        """When the last report was sent that the trainer has answered; None before the first."""
+        self._may_serve = True
+        """What it said."""
         self._starts_ordered = 0
         self._started_with: tuple[WeightManifest, Path] | None = None
         """The weights that the engine was started with; None for the base model."""
@@ -193,8 +197,21 @@ class FirstNodeAgent(Agent):
         return processes
 
     async def _send_report(self) -> None:
-        await self._trainer.report(self.report())
-        self._heard_at = time.monotonic()
+        sent = time.monotonic()
+        self._may_serve = await self._trainer.report(self.report())
+        self._heard_at = sent
+        if self._wants_traffic() != self._registered:
+            self._wake_router.set()
+
+    def _wants_traffic(self) -> bool:
+        """Returns whether the router should list the engine now."""
+        if self._heard_at is None:
+            # Without a trainer, as before the first one starts, there are no newer weights.
+            self.state.cut_off = self._follower.is_trainer_silent
+        else:
+            silence_s = time.monotonic() - self._heard_at
+            self.state.cut_off = not self._may_serve or silence_s > _CUT_OFF_S
+        return self.state.in_traffic
 
     async def _run_engine(self) -> None:
         await self._follower.fetch_first()
@@ -211,12 +228,31 @@ class FirstNodeAgent(Agent):
         self.state.draining = True
         try:
             async with asyncio.timeout(3):
-                while not await self._router_api.reconcile(self.url, wanted=False):  # noqa: ASYNC110
-                    await asyncio.sleep(0.05)
+                await self._remove()
         except (ServiceError, TimeoutError) as error:
             log.warning(
                 "could not deregister this engine from the router: %s", str(error) or "no answer"
             )
+
+    async def _remove(self) -> None:
+        """Returns when the router does not list the engine. Raises ServiceError."""
+        while not await self._router_api.reconcile(  # noqa: ASYNC110
+            self.url, lambda: False, deadline_s=_ASK_ROUTER_S
+        ):
+            await asyncio.sleep(0.05)
+
+    async def _remove_before_start(self) -> None:
+        """Returns when the router does not list the engine, as it may from an earlier life of this
+        node: the engine would get requests as soon as it answers, whatever it serves.
+        """
+        while True:
+            try:
+                await self._remove()
+                return
+            except ServiceError as error:
+                if problem_of(error) != "silent":
+                    return  # there is no router, which would list nothing, or it refuses
+                self._warnings.warn("router", f"the engine waits for the router: {error}")
 
     async def _launch_engine(self) -> list[str]:
         """Returns the command of this node's process of the engine, which starts with the newest
@@ -233,6 +269,7 @@ class FirstNodeAgent(Agent):
             # The trainer can refuse them before anything is loaded.
             self._libraries = await asyncio.to_thread(engine_libraries, self._config)
             self._changed()
+        await self._remove_before_start()
         await self._follower.wait_for_gpus()
         self._refuse_taken_port(self._config.rollout.engine_port)
         self._started_with = await self._stored_weights()
@@ -331,20 +368,16 @@ class FirstNodeAgent(Agent):
     async def _reconcile(self) -> None:
         while True:
             self._wake_router.clear()
-            # Without a trainer, as before the first one starts, there are no newer weights.
-            heard_at = self._heard_at
-            silence_s = 0.0 if heard_at is None else time.monotonic() - heard_at
-            self.state.cut_off = silence_s > _CUT_OFF_S
-            wanted = self.state.in_traffic
+            wanted = self._wants_traffic()
             done = False
             try:
-                done = await self._router_api.reconcile(self.url, wanted)
+                done = await self._router_api.reconcile(self.url, self._wants_traffic)
             except ServiceError as error:
                 self._warnings.warn(
                     "router", f"the router does not answer: {error}", self._router_api.severity
                 )
 
-            registered = done and wanted
+            registered = done and wanted and self.state.in_traffic
             if registered != self._registered:
                 change = "sends traffic to" if registered else "does not list"
                 log.info("the router %s %s", change, self.url)

@@ -2,6 +2,7 @@
 
 import importlib.util
 import sys
+from collections.abc import Callable
 
 from pydantic import BaseModel
 
@@ -111,14 +112,16 @@ class RouterClient(Client):
 
     start_s = 60.0
 
-    async def reconcile(self, url: str, wanted: bool) -> bool:
+    async def reconcile(
+        self, url: str, is_wanted: Callable[[], bool], *, deadline_s: float = 3.0
+    ) -> bool:
         """Adds or removes the engine at `url`. Returns True once it is listed as healthy, or
         removed.
 
         The router needs a moment, so call it again until then. Raises ServiceError for an
         unexpected response.
         """
-        listed = await self.json("GET", "/workers", _Workers, deadline_s=3)
+        listed = await self.json("GET", "/workers", _Workers, deadline_s=deadline_s)
         # Whether the engine is healthy, by the ids that it is listed under.
         own = {
             worker.id: worker.is_healthy
@@ -126,7 +129,8 @@ class RouterClient(Client):
             if worker.url.rstrip("/") == url.rstrip("/")
         }
 
-        if not wanted:
+        # Asked only now: this process may have been stopped since it asked for the list.
+        if not is_wanted():
             for worker_id in own:
                 # 404: already removed by an attempt whose response was lost
                 await self._send("DELETE", f"/workers/{worker_id}", accepted=404)

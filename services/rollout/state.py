@@ -37,8 +37,8 @@ class NodeState:
     """Whether the trainer has the shared GPUs and the engine holds no memory there: it sleeps or
     waits to be started."""
     cut_off: bool = False
-    """Whether the trainer answers no more: it may have published weights that did not arrive here,
-    and goes on without this engine."""
+    """Whether the trainer goes on without this engine, or answers no more: it may have published
+    weights that did not arrive here."""
 
     def engine_up(self, serves: WeightId | None) -> None:
         """Records that the engine is healthy and which weights it serves."""
@@ -117,8 +117,10 @@ class NodeState:
 
     def problem(self) -> str | None:
         """Returns why the node does not serve the newest weights, or None."""
-        if self.is_newest:
+        if self.in_traffic:
             return None
+        if self.is_newest:
+            return "the trainer does not answer, or goes on without this engine"
         target = "the base model" if self.wanted is None else f"weights {self.wanted.version}"
         problem = f"the engine is {self.worker_state}, wanted: {target}"
         return f"{problem}: {self.detail}" if self.detail else problem

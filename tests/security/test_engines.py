@@ -136,7 +136,7 @@ async def stranger(like: Client, key: str | None = None) -> AsyncIterator[httpx.
 async def test_engine_and_router_work_with_the_token_and_refuse_others(node: Node) -> None:
     assert await node.engine.weight_version() == "7"
     async with asyncio.timeout(120):
-        while not await node.router.reconcile(node.engine.base_url, wanted=True):  # noqa: ASYNC110
+        while not await node.router.reconcile(node.engine.base_url, lambda: True):  # noqa: ASYNC110
             await asyncio.sleep(0.2)
     completions = await node.rollout.generate(
         [20, 21, 22], n=2, max_new_tokens=4, temperature=1.0, stop_token_ids=[]
@@ -171,11 +171,11 @@ async def test_engine_and_router_work_with_the_token_and_refuse_others(node: Nod
                 404,
                 503,
             )  # the engine refuses it
-    assert await node.router.reconcile(node.engine.base_url, wanted=True), (
+    assert await node.router.reconcile(node.engine.base_url, lambda: True), (
         "nobody has removed the engine"
     )
     assert "api_key" not in listed[0]
-    while not await node.router.reconcile(node.engine.base_url, wanted=False):  # noqa: ASYNC110
+    while not await node.router.reconcile(node.engine.base_url, lambda: False):  # noqa: ASYNC110
         await asyncio.sleep(0.2)
 
     assert not [pid for pid, words in command_lines().items() if node.token.encode() in words], (

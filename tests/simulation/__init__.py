@@ -1,3 +1,6 @@
-"""The flow of data under deterministic simulation: the real services and the real collector, on a
-simulated clock and network. A process that crashes leaves its files as they are.
+"""The system under deterministic simulation, on a simulated clock and network. A process that crashes
+leaves its files as they are.
+
+`world` is the flow of data: the real services and the real collector. `fleet` is the rollout nodes:
+the real agents, and the trainer's board and publisher; engines and router are stand-ins.
 """

@@ -1,4 +1,4 @@
-"""`python -m tests.simulation SEED [COUNT]`: runs seeds. One seed tells its story; of
+"""`python -m tests.simulation SEED [COUNT] [--scene NAME]`: runs seeds. One seed tells its story; of
 many, those that break an invariant are named.
 """
 
@@ -8,7 +8,7 @@ import time
 from collections import Counter
 from pathlib import Path
 
-from tests.simulation.run import in_memory, simulate
+from tests.simulation.run import SCENES, in_memory, simulate
 
 
 def main() -> int:
@@ -16,6 +16,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("seed", type=int)
     parser.add_argument("count", type=int, nargs="?", default=1)
+    parser.add_argument("--scene", choices=list(SCENES), default="groups")
     arguments = parser.parse_args()
     began = time.process_time()
     faults = Counter[str]()
@@ -23,7 +24,7 @@ def main() -> int:
     for seed in range(arguments.seed, arguments.seed + arguments.count):
         with in_memory() as directory:
             try:
-                story = simulate(seed, Path(directory)).story
+                story = simulate(seed, Path(directory), arguments.scene).story
             except BaseException as error:
                 if arguments.count == 1:
                     raise

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import contextvars
 import random
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
 from pathlib import Path
@@ -114,6 +115,17 @@ class Model:
         """Another volume has taken the place of the node's."""
 
 
+class StandIn(ABC):
+    """What answers in the place of a server that is not the product's."""
+
+    @abstractmethod
+    async def answer(self, call: Call) -> Reply:
+        """Answers a request that has arrived as a whole."""
+
+    async def __call__(self, *_: object) -> None:
+        raise AssertionError("it is no ASGI application")
+
+
 class Node:
     """A process with a disk. A crash takes its memory."""
 
@@ -185,6 +197,7 @@ class Node:
         """Ends the process: its tasks still run to their ends, and reach nobody."""
         self.app = None
         self.lives += 1
+        self._loop.go_on(self.name)
         for task in self._loop.tasks_of(self.name):
             task.cancel()
 
@@ -197,7 +210,12 @@ class Node:
         if self.app is None:
             raise httpx.ConnectError("refused")
         answered = self.model.asked(call) if size is None else None
-        task = self.run(serve(self.app, call, size, connection))
+        if not isinstance(self.app, StandIn):
+            task = self.run(serve(self.app, call, size, connection))
+        elif size is None:
+            task = self.run(self.app.answer(call))
+        else:
+            raise httpx.ReadError("the connection broke")
         try:
             await asyncio.wait({task})
         except asyncio.CancelledError:
@@ -389,9 +407,10 @@ class Wire(Network):
             raise httpx.ReadTimeout("no byte") from None
         except AnswerLost as lost:
             size = self._net.chance.rng.randrange(len(lost.reply.content) + 1)
-            stream = _CutBody(lost.reply.content[:size])
-            return httpx.Response(lost.reply.status_code, headers=lost.reply.headers, stream=stream)
-        return httpx.Response(reply.status_code, headers=reply.headers, content=reply.content)
+            cut = _CutBody(lost.reply.content[:size])
+            return httpx.Response(lost.reply.status_code, headers=lost.reply.headers, stream=cut)
+        whole = httpx.ByteStream(reply.content)
+        return httpx.Response(reply.status_code, headers=reply.headers, stream=whole)
 
     async def aclose(self) -> None:
         """Nothing is open."""

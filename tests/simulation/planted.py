@@ -23,6 +23,7 @@ class Bug(NamedTuple):
     file: str
     right: str
     wrong: str
+    scene: str = "groups"
 
 
 _NOT_FOUND = "not found"
@@ -251,6 +252,100 @@ BUGS = {
     ),
 }
 
+_FLEET = {
+    # ---------------------------------------------------------------- a node's state
+    "an engine that failed an update keeps its traffic": Bug(
+        "services/rollout/state.py",
+        "        self.admitted = False\n        self.detail = reason\n        self.failures += 1",
+        "        self.detail = reason\n        self.failures += 1",
+    ),
+    "an engine that comes up behind is admitted": Bug(
+        "services/rollout/state.py", "if self.wanted in (None, serves):", "if True:"
+    ),
+    "an engine that has ended still serves": Bug(
+        "services/rollout/state.py",
+        '        self.engine = "failed"\n        self.serves = None\n        self.admitted = False',
+        '        self.engine = "failed"',
+    ),
+    # ---------------------------------------------------------------- an agent
+    "an agent that is cut off stays": Bug(
+        "services/rollout/first_node.py",
+        "not self._may_serve or silence_s > _CUT_OFF_S",
+        "not self._may_serve",
+    ),
+    "an agent does not hear that the trainer went on": Bug(
+        "services/rollout/first_node.py",
+        "not self._may_serve or silence_s > _CUT_OFF_S",
+        "silence_s > _CUT_OFF_S",
+    ),
+    "an agent that has never heard the trainer lists its engine": Bug(
+        "services/rollout/first_node.py", "self._follower.is_trainer_silent\n", "False\n"
+    ),
+    "an engine starts from damaged weights": Bug(
+        "services/rollout/first_node.py",
+        "if self._store.hold(path) and await self._store.verify(manifest, path):",
+        "if self._store.hold(path):",
+    ),
+    "damaged weights are loaded again": Bug(
+        "services/rollout/weights/store.py",
+        "if _same(known, manifest) and await self.verify(manifest, path):",
+        "if _same(known, manifest):",
+    ),
+    # ---------------------------------------------------------------- engine and router
+    "a load leaves the engine paused": Bug(
+        "services/rollout/engine_client.py",
+        "        await self.resume()\n        await self.confirm(version)",
+        "        await self.confirm(version)",
+    ),
+    "a load is believed": Bug(
+        "services/rollout/engine_client.py",
+        "        await self.resume()\n        await self.confirm(version)",
+        "        await self.resume()",
+    ),
+    "an engine is never listed again": Bug(
+        "services/rollout/router.py",
+        "            return not own\n\n        if not own:",
+        "            return not own\n\n        if False:",
+    ),
+    "an engine is never removed": Bug(
+        "services/rollout/router.py", "for worker_id in own:", "for worker_id in ():"
+    ),
+    "a router that hangs is not noticed": Bug(
+        "services/rollout/supervision.py", "elif self.up and unhealthy_s >", "elif False and 0 >"
+    ),
+    # ---------------------------------------------------------------- the trainer
+    "the trainer does not fence": Bug(
+        "trainer/weights/publisher.py", "            self.fence(worker)", "            pass"
+    ),
+    "weights count as served once they are announced": Bug(
+        "trainer/weights/publisher.py",
+        "        self._wait_confirmed(manifest)\n        if self",
+        "        if self",
+    ),
+    "a node that updates counts as one that serves": Bug(
+        "trainer/weights/board.py",
+        'return _has(worker, manifest) and worker.state == "ready"',
+        'return worker.state in ("ready", "updating")',
+    ),
+    "a version of an earlier run counts": Bug(
+        "trainer/weights/board.py",
+        "worker.run_id == manifest.run_id and worker.version",
+        "worker.version",
+    ),
+    "a node that fell silent is not fenced": Bug(
+        "trainer/weights/board.py",
+        "(worker.silence_s >= _SILENT_S or not _serves(worker.report, manifest))",
+        "worker.silence_s < _SILENT_S",
+    ),
+    "a node that came back is not waited for": Bug(
+        "trainer/weights/board.py", "self._excluded.discard(report.name)", "pass"
+    ),
+    "a node of any version may serve": Bug(
+        "trainer/weights/board.py", "            self._confirmed = manifest\n", ""
+    ),
+}
+BUGS |= {name: bug._replace(scene="fleet") for name, bug in _FLEET.items()}
+
 
 class _Planted(SourceFileLoader):
     """Loads a module with a bug in it."""
@@ -288,7 +383,7 @@ def find(bug: Bug, count: int) -> str:
     for seed in range(count):
         with in_memory() as directory:
             try:
-                simulate(seed, Path(directory))
+                simulate(seed, Path(directory), bug.scene)
             except BaseException as found:
                 return f"seed {seed}: {type(found).__name__}: {found}"
     return f"{_NOT_FOUND} by {count} seeds"

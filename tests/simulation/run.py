@@ -1,12 +1,17 @@
-"""Runs the world of a seed."""
+"""Runs the scene of a seed."""
 
 import logging
 import tempfile
 from contextlib import ExitStack
 from pathlib import Path
 
+from tests.simulation.fleet import Fleet
+from tests.simulation.scene import Scene
 from tests.simulation.virtual_time import simulated
 from tests.simulation.world import World
+
+SCENES: dict[str, type[Scene]] = {"groups": World, "fleet": Fleet}
+"""By the names that the command takes."""
 
 
 def in_memory() -> "tempfile.TemporaryDirectory[str]":
@@ -15,19 +20,19 @@ def in_memory() -> "tempfile.TemporaryDirectory[str]":
     return tempfile.TemporaryDirectory(dir=memory if memory.exists() else None)
 
 
-def simulate(seed: int, directory: Path) -> World:
+def simulate(seed: int, directory: Path, scene: str = "groups") -> Scene:
     """Runs a seed. Raises Violation, or whatever ends the run, with the story in its notes."""
     disabled = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:
         with simulated(seed) as loop:
-            run = World(seed, directory, loop)
+            run = SCENES[scene](seed, directory, loop)
             with ExitStack() as stack:
                 run.stand_ins(stack)
                 try:
                     run.run()
                 except BaseException as error:
-                    error.add_note("\n".join([*run.story.lines, f"seed {seed}"]))
+                    error.add_note("\n".join([*run.story.lines, f"{scene}, seed {seed}"]))
                     raise
                 finally:
                     loop.end_tasks()

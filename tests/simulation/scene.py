@@ -60,7 +60,15 @@ class Scene(ABC):
     ) -> Node:
         """Adds a node at a host, on a machine of its own unless that is named."""
         disk = Disk(self._directory / name, lambda size: self.rng.randrange(size + 1))
-        node = Node(name, make, loop=self.loop, disk=disk, story=self.story, model=model or Model())
+        node = Node(
+            name,
+            make,
+            loop=self.loop,
+            disk=disk,
+            story=self.story,
+            model=model or Model(),
+            machine=machine,
+        )
         self.net.nodes[host or name] = node
         return node
 

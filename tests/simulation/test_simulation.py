@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.simulation.planted import BUGS
-from tests.simulation.run import in_memory, simulate
+from tests.simulation.run import SCENES, in_memory, simulate
 from tests.support.paths import ROOT
 
 _PART = 25
@@ -16,10 +16,10 @@ FULL_WHILE_IT_STARTS = (955, 1148)
 """Seeds with which a service starts on a new volume of a full disk."""
 
 
-def simulate_all(seeds: Iterable[int]) -> None:
+def simulate_all(seeds: Iterable[int], scene: str = "groups") -> None:
     for seed in seeds:
         with in_memory() as directory:
-            simulate(seed, Path(directory))
+            simulate(seed, Path(directory), scene)
 
 
 @pytest.mark.parametrize("first", range(0, 300, _PART))
@@ -37,8 +37,19 @@ def test_a_service_that_cannot_start_yet_is_started_again() -> None:
     simulate_all(FULL_WHILE_IT_STARTS)
 
 
-def test_a_seed_tells_the_same_story_twice(tmp_path: Path) -> None:
-    stories = [simulate(11, tmp_path / name).story for name in ("once", "again")]
+def test_no_engine_with_old_weights_gets_requests() -> None:
+    simulate_all(range(32), "fleet")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", range(32, 632, 100))
+def test_no_engine_with_old_weights_gets_requests_in_more_runs(first: int) -> None:
+    simulate_all(range(first, first + 100), "fleet")
+
+
+@pytest.mark.parametrize("scene", SCENES)
+def test_a_seed_tells_the_same_story_twice(tmp_path: Path, scene: str) -> None:
+    stories = [simulate(11, tmp_path / name, scene).story for name in ("once", "again")]
     assert stories[0].lines == stories[1].lines
     assert stories[0].faults
 

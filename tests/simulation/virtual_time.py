@@ -86,6 +86,8 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         self._rng = rng
         self._owners: dict[asyncio.Task[Any], str] = {}
         """The process of every task. asyncio alone would let those be collected that only wait."""
+        self._stopped: dict[str, list[asyncio.Handle]] = {}
+        """What stopped processes do when they go on."""
         selector = _NoSockets()
         super().__init__(selector)
         selector.loop = self
@@ -106,11 +108,37 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         """
         return [task for task, owner in self._owners.items() if owner == name and not task.done()]
 
+    def halt(self, name: str) -> None:
+        """Stops a process, as SIGSTOP does: its tasks do nothing until it goes on."""
+        self._stopped.setdefault(name, [])
+
+    def go_on(self, name: str) -> None:
+        """Lets a stopped process do what it would have done meanwhile."""
+        for handle in self._stopped.pop(name, []):
+            self._add_callback(handle)  # type: ignore[attr-defined]
+
+    def is_stopped(self, name: str) -> bool:
+        return name in self._stopped
+
+    def call_soon(  # type: ignore[override]
+        self, callback: Any, *arguments: Any, context: contextvars.Context | None = None
+    ) -> asyncio.Handle:
+        if self._stopped:
+            owner = process.get() if context is None else context.get(process, "")
+            waiting = self._stopped.get(owner)
+            if waiting is not None:
+                handle = asyncio.Handle(callback, arguments, self, context)
+                waiting.append(handle)
+                return handle
+        return super().call_soon(callback, *arguments, context=context)
+
     def _write_to_self(self) -> None:
         """Wakes nobody: there are no other threads."""
 
     def end_tasks(self) -> None:
         """Ends every task that still waits."""
+        for name in list(self._stopped):
+            self.go_on(name)
         tasks = [task for task in self._owners if not task.done()]
         for task in tasks:
             task.cancel()

@@ -236,7 +236,7 @@ def test_a_fenced_worker_is_waited_for_again_only_after_it_caught_up(
     board.report(report(3, node=1))
     publish.publish(policy.weights(), 3)
     board.report(report(4, node=0))
-    board.report(report(3, "updating", node=1))
+    board.report(report(3, "stale", node=1))
     publish.publish(policy.weights(), 4)
     assert fenced == ["http://node1:30001"] * 2
 

@@ -17,6 +17,7 @@ from common.process import watchdog
 from common.process.loop_thread import LoopThread
 from common.process.metrics import Metrics
 from common.wire.schemas import (
+    ReportNoted,
     WeightChecksums,
     WeightManifest,
     WeightVerdict,
@@ -77,6 +78,20 @@ def create_trainer_app(
     for state in get_args(WorkerState):
         nodes.labels(state).set_function(partial(board.count, state))
 
+    add_nodes(app, board)
+
+    @app.get("/ranks")
+    async def ranks() -> list[watchdog.RankWhere]:
+        """What every rank of the trainer is doing; one that does not answer has the `pid` 0."""
+        own = watchdog.RankWhere(rank=0, name="rank 0", **watchdog.where().model_dump())
+        return [own, *await asyncio.to_thread(watchdog.other_ranks)]
+
+    return app
+
+
+def add_nodes(app: FastAPI, board: WeightBoard) -> None:
+    """Adds the calls of the rollout nodes' agents."""
+
     @app.get("/weights/latest", responses=errors(404))
     async def latest(
         after_run: str = "",
@@ -107,7 +122,7 @@ def create_trainer_app(
         return _sent(board.file(version, name))
 
     @app.post("/workers/{name}")
-    async def report(name: str, body: WorkerReport) -> dict[str, str]:
+    async def report(name: str, body: WorkerReport) -> ReportNoted:
         """Records an agent's report on its engine."""
         if name != body.name:
             raise InvalidInput(
@@ -116,21 +131,12 @@ def create_trainer_app(
                 value=body.name,
                 remedy=f"send {name}",
             )
-        board.report(body)
-        return {"status": "noted"}
+        return ReportNoted(may_serve=board.report(body))
 
     @app.get("/workers")
     async def workers() -> list[WorkerReport]:
         """The rollout nodes that are alive and what they serve."""
         return board.workers()
-
-    @app.get("/ranks")
-    async def ranks() -> list[watchdog.RankWhere]:
-        """What every rank of the trainer is doing; one that does not answer has the `pid` 0."""
-        own = watchdog.RankWhere(rank=0, name="rank 0", **watchdog.where().model_dump())
-        return [own, *await asyncio.to_thread(watchdog.other_ranks)]
-
-    return app
 
 
 def add_experts(app: FastAPI, directory: pathlib.Path) -> None:

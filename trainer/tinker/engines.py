@@ -11,7 +11,7 @@ from typing import Annotated
 from fastapi import FastAPI, Query
 
 from common.errors import NotFound
-from common.wire.schemas import WorkerReport
+from common.wire.schemas import ReportNoted, WorkerReport
 from services.rollout.engine_client import EngineClient
 
 _SILENT_S = 30.0
@@ -58,7 +58,7 @@ def add_nodes(app: FastAPI, engines: GroupEngines) -> None:
         raise NotFound("a tinker-server has no weights that all engines serve")
 
     @app.post("/workers/{name}")
-    async def report(name: str, body: WorkerReport) -> dict[str, str]:
+    async def report(name: str, body: WorkerReport) -> ReportNoted:
         """Notes the state of a rollout node."""
         await engines.note(body)
-        return {"status": "noted"}
+        return ReportNoted()

@@ -83,7 +83,7 @@ class _Worker:
     """What an agent reported last, and when."""
 
     report: WorkerReport
-    at: float = field(default_factory=time.monotonic)
+    at: float
 
     @property
     def silence_s(self) -> float:
@@ -122,6 +122,8 @@ class WeightBoard:
         """Whether nobody can fetch or report any more."""
         self._complete = False
         """Whether all rollout nodes were there once."""
+        self._confirmed: WeightManifest | None = None
+        """The newest version with which the trainer goes on."""
         self._excluded: set[str] = set()
         """Nodes that `wait_confirmed` does not wait for."""
 
@@ -305,16 +307,23 @@ class WeightBoard:
             )
         return path
 
-    def report(self, report: WorkerReport) -> None:
-        """Records an agent's report on its engine."""
+    def report(self, report: WorkerReport) -> bool:
+        """Records an agent's report on its engine. Returns whether the engine may get requests: it
+        serves the latest version, or the one before while `wait_confirmed` waits for it.
+        """
         with self._lock:
+            used = [each for each in (self._latest, self._confirmed) if each is not None]
+            # Before the first confirmation the trainer asks no engine.
+            may_serve = self._confirmed is None or any(_has(report, each) for each in used)
+            if may_serve:
+                self._excluded.discard(report.name)  # from now on it is waited for
             previous = self._workers.get(report.name)
             remembered = {
                 name: worker
                 for name, worker in self._workers.items()
                 if worker.silence_s < _FORGOTTEN_S
             }
-            self._workers = remembered | {report.name: _Worker(report)}
+            self._workers = remembered | {report.name: _Worker(report, time.monotonic())}
             self._lock.notify_all()
         is_new_state = previous is None or previous.report.state != report.state
         if report.state in ("stale", "failed") and is_new_state:
@@ -325,6 +334,7 @@ class WeightBoard:
                 report.version,
                 report.detail,
             )
+        return may_serve
 
     def _alive(self) -> list[_Worker]:
         with self._lock:
@@ -345,25 +355,42 @@ class WeightBoard:
         """The number of workers that are alive and in this state."""
         return sum(worker.state == state for worker in self.workers())
 
-    def _go_on_without(self, behind: Iterable[_Worker] = ()) -> list[WorkerReport]:
-        """Excludes nodes that are `behind` and those that fell silent; returns their reports."""
+    def _go_on_without(self, manifest: WeightManifest) -> list[WorkerReport]:
+        """Excludes the nodes that do not serve `manifest` and those that fell silent; returns their
+        reports, once each of them knows it or is silent.
+        """
         self._complete = True
+        now = time.monotonic()
         with self._lock:
-            silent = [
+            # At one moment: from now on a report of another version is answered with no.
+            self._confirmed = manifest
+            excluded = [
                 worker
                 for name, worker in self._workers.items()
-                if worker.silence_s >= _SILENT_S and name not in self._excluded
+                if name not in self._excluded
+                and (worker.silence_s >= _SILENT_S or not _serves(worker.report, manifest))
             ]
-        for worker in silent:
-            log.error(
-                "%s: no report for %.0f s: its agent hangs, is cut off or is gone; it gets no "
-                "requests, and training continues without it until it reports",
-                worker.report.name,
-                worker.silence_s,
-            )
-        excluded = [worker.report for worker in (*behind, *silent)]
-        self._excluded.update(report.name for report in excluded)
-        return excluded
+            self._excluded.update(worker.report.name for worker in excluded)
+        for worker in excluded:
+            if worker.silence_s >= _SILENT_S:
+                log.error(
+                    "%s: no report for %.0f s: its agent hangs, is cut off or is gone; it gets no "
+                    "requests, and training continues without it until it reports",
+                    worker.report.name,
+                    worker.silence_s,
+                )
+        # An agent that does not know it yet would list its engine again.
+        with self._lock:
+            while any(self._may_list(worker.report.name, now) for worker in excluded):
+                self._lock.wait(timeout=0.2)
+        return [worker.report for worker in excluded]
+
+    def _may_list(self, name: str, excluded_at: float) -> bool:
+        """Whether an agent lists its engine and has not reported since its node was excluded."""
+        worker = self._workers.get(name)
+        if worker is None or worker.report.state not in ("ready", "updating"):
+            return False
+        return worker.at < excluded_at and worker.silence_s < _SILENT_S
 
     def wait_confirmed(
         self,
@@ -387,7 +414,6 @@ class WeightBoard:
             self._check_served()
             alive = {worker.report.name: worker for worker in self._alive()}
             serving = {name for name, each in alive.items() if _serves(each.report, manifest)}
-            self._excluded -= serving
             others = {name: worker for name, worker in alive.items() if name not in serving}
             missing = {name: each for name, each in others.items() if name not in self._excluded}
             # The engines of the job group, by the report of one: so many report.
@@ -397,7 +423,8 @@ class WeightBoard:
             )
             all_there = self._complete or len(alive) >= expected
             if serving and not missing and all_there:
-                return self._go_on_without()  # silent nodes may still generate with old weights
+                # Silent nodes may still generate with old weights.
+                return self._go_on_without(manifest)
 
             arrivals.saw(len(alive))
             for name, worker in others.items():
@@ -426,7 +453,7 @@ class WeightBoard:
                     waited,
                     extra=logs.event(_BEHIND),
                 )
-                return self._go_on_without(missing.values())
+                return self._go_on_without(manifest)
 
             now = time.monotonic()
             if now - told > tell_after_s:
@@ -454,8 +481,12 @@ class _NodeProgress:
 
 def _serves(worker: WorkerReport, manifest: WeightManifest) -> bool:
     """Whether a worker generates with exactly this version."""
-    is_current = worker.run_id == manifest.run_id and worker.version == manifest.version
-    return is_current and worker.state == "ready"
+    return _has(worker, manifest) and worker.state == "ready"
+
+
+def _has(worker: WorkerReport, manifest: WeightManifest) -> bool:
+    """Whether a worker's engine holds exactly this version."""
+    return worker.run_id == manifest.run_id and worker.version == manifest.version
 
 
 def _listed(workers: Iterable[_Worker]) -> str:

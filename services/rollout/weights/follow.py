@@ -81,6 +81,9 @@ class WeightFollower:
         self.refused: WeightId | None = None
         """The newest weights that an engine did not load: none starts with them, as a start
         compares files with nothing, and would accept what a load refuses."""
+        self.is_trainer_silent = False
+        """Whether a trainer that has never reached this node may run: something keeps it from
+        answering."""
         self._process_id = secrets.token_hex(4)
         self._failed_broadcasts = 0
         self._lost_downloads = 0
@@ -189,6 +192,7 @@ class WeightFollower:
                 self._state.serves, wait_s, deadline_s, asleep=self._state.asleep
             )
         except Unreachable as error:
+            self.is_trainer_silent = problem_of(error) not in ("refused", "unknown_name")
             self._warnings.warn(
                 "unreachable",
                 f"serving continues without the trainer: {error}",

@@ -90,8 +90,9 @@ class WeightStore:
             self._fetched = WeightId.of(manifest)
             self.download = Download(sum(file.size for file in manifest.files))
         await asyncio.to_thread(self._forget_deleted)
-        for known, path in self._stored:
-            if _same(known, manifest):
+        for known, path in list(self._stored):
+            # It may have been stored long ago, and not been loaded since.
+            if _same(known, manifest) and await self.verify(manifest, path):
                 return path
 
         # The trainer removes its files, so they cannot be the base of the next delta.

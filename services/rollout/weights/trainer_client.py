@@ -14,6 +14,7 @@ from common.process import progress
 from common.weights import recycled_files
 from common.weights.checksums import Hasher
 from common.wire.schemas import (
+    ReportNoted,
     SentFile,
     WeightChecksums,
     WeightManifest,
@@ -148,11 +149,18 @@ class TrainerClient(Client):
                 return None
             raise
 
-    async def report(self, report: WorkerReport) -> None:
-        """Tells the trainer the state of this node. Raises ServiceError."""
-        await self.request(
-            "POST", f"/workers/{report.name}", json=report.model_dump(), deadline_s=5
+    async def report(self, report: WorkerReport) -> bool:
+        """Tells the trainer the state of this node. Returns whether its engine may get requests.
+        Raises ServiceError.
+        """
+        noted = await self.json(
+            "POST",
+            f"/workers/{report.name}",
+            ReportNoted,
+            json=report.model_dump(),
+            deadline_s=5,
         )
+        return noted.may_serve
 
     async def verify(self, version: int, sums: WeightChecksums, deadline_s: float) -> WeightVerdict:
         """Verifies the checksums of a received broadcast. Raises ServiceError (409) when they

@@ -162,7 +162,7 @@ async def test_plan_of_router_calls(
         made.append(f"remove {name}")
 
     client = RouterClient("router", "http://router", transport=httpx.ASGITransport(router))
-    assert await client.reconcile("http://me:1", wanted) is done
+    assert await client.reconcile("http://me:1", lambda: wanted) is done
     await client.close()
     assert made == calls
 

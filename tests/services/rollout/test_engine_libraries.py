@@ -35,6 +35,7 @@ async def reported(config: Config) -> WorkerReport:
     """What the trainer gets from the agent of an engine that is about to start."""
     agent = FirstNodeAgent(config, Topology(), Metrics("rollout"))
     await agent._launch_engine()
+    await agent._router_api.close()
     return WorkerReport.model_validate_json(agent.report().model_dump_json())
 
 

@@ -71,7 +71,7 @@ async def until(condition: Callable[[], bool], what: str) -> None:
 
 
 async def reconciled(registry: RouterClient, url: str, wanted: bool) -> None:
-    while not await registry.reconcile(url, wanted):  # noqa: ASYNC110
+    while not await registry.reconcile(url, lambda: wanted):  # noqa: ASYNC110
         await asyncio.sleep(0.05)
 
 
@@ -237,7 +237,7 @@ async def test_a_request_waits_for_the_first_engine(router: str, tmp_path: Path)
             group = asyncio.create_task(generate(client))
             await until(lambda: len(answers) > 1, "refused without an engine")
             await asyncio.gather(
-                *(registry.reconcile(engine_url, wanted=True) for _ in range(5))
+                *(registry.reconcile(engine_url, lambda: True) for _ in range(5))
             )  # smg: 409
             assert len(await group) == 2
             await reconciled(registry, engine_url, wanted=True)

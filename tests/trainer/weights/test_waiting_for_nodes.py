@@ -97,6 +97,44 @@ def test_a_node_without_progress_is_fenced_while_another_serves(nodes: Nodes) ->
     assert fenced.name == "rollout-server-1"
 
 
+def test_the_answer_to_a_report_says_whether_the_engine_may_serve(nodes: Nodes) -> None:
+    def may_serve(version: int, node: int = 1) -> bool:
+        return nodes.board.report(
+            WorkerReport(
+                name=f"rollout-server-{node}",
+                url=f"http://node-{node}",
+                num_nodes=2,
+                state="ready",
+                version=version,
+                run_id="run",
+            )
+        )
+
+    nodes.ended.set()
+    nodes.board.announce(MANIFEST)
+    assert may_serve(2), "the trainer waits for it"
+    assert may_serve(3, node=0)
+    assert may_serve(3)
+    assert nodes.board.wait_confirmed(MANIFEST, LIMIT_S, lambda _: None) == []
+    assert may_serve(3)
+    assert not may_serve(2), "the trainer goes on with 3"
+    nodes.board.announce(MANIFEST.model_copy(update={"version": 4}))
+    assert may_serve(3)
+    assert not may_serve(2), "it was not even there for the version before"
+
+
+def test_a_fenced_node_stays_out_until_it_has_caught_up(nodes: Nodes) -> None:
+    nodes.board.announce(MANIFEST)
+    nodes.versions[0] = 3
+    (fenced,) = waiting(nodes).result(60)
+    nodes.ended.set()
+    assert not nodes.board.report(fenced)
+    following = MANIFEST.model_copy(update={"version": 4})
+    nodes.board.announce(following)
+    assert not nodes.board.report(fenced)
+    assert nodes.board.report(fenced.model_copy(update={"version": 4}))
+
+
 def test_a_slow_node_is_no_stuck_node(nodes: Nodes) -> None:
     nodes.versions[0] = 3
     nodes.progress[1] = Growing()
@@ -123,6 +161,7 @@ def test_a_node_whose_agent_is_silent_is_not_called_ready(
 ) -> None:
     """Its last report says that it serves the weights before; it has said nothing since."""
     monkeypatch.setattr(board, "_QUIET_S", 0.2)
+    monkeypatch.setattr(board, "_SILENT_S", 3.0)
     nodes.versions[0] = 3
     nodes.silent = {1}
     (fenced,) = waiting(nodes).result(60)

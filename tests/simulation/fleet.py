@@ -1,0 +1,477 @@
+"""Simulated runs of a trainer that publishes weights to rollout nodes: its board and publisher, the
+agents of the nodes, and requests through the router, which no engine with older weights may answer.
+"""
+
+import asyncio
+import threading
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import lru_cache, partial
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+
+from common.clients.rollout import RolloutClient
+from common.errors import ServiceError
+from common.process import logs
+from common.process.metrics import Metrics
+from common.process.topology import ROLLOUT, TRAINER, Topology
+from common.settings.config import Config, load
+from common.wire.schemas import WorkerReport
+from services.http.app import create_app
+from services.rollout.app import create_agent_app
+from services.rollout.first_node import FirstNodeAgent
+from tests.simulation.engines import TENSOR, TROUBLES, Processes, started_by
+from tests.simulation.network import Answered, App, Call, Model, Node, Story
+from tests.simulation.scene import Crash, Scene, Violation, ask_json
+from tests.simulation.stand_ins import Loop
+from tests.simulation.virtual_time import VirtualLoop, process
+from tests.support.paths import ROOT
+from trainer.backends.server import add_nodes
+from trainer.weights.board import WeightBoard
+from trainer.weights.publisher import Publisher
+
+_VERSIONS = 3
+_FAULTS_S = 30.0
+_FENCE_S = 60.0
+_LIMIT_S = 2_000.0
+_REACHED_S = 400.0
+"""Longest time, without faults, until every node serves the newest weights."""
+_WATCH_S = 0.2
+_LEAVES_S = 15.0
+"""Time in which a stale node must have left the router, while nothing else is wrong."""
+_EXPLAINED_S = 200.0
+"""So long after a fault it may be the reason that nothing was served."""
+_RUN = 1000
+"""Weights are numbered by the attempt times this, and the version."""
+
+
+@lru_cache
+def _config() -> Config:
+    return load(
+        [
+            *("--model.name", str(ROOT / ".cache" / "tiny-base")),
+            *("--state_dir", "/nonexistent"),
+            *("--rollout.engine", "embedded"),
+            *("--sampling.max_new_tokens", "8"),
+            *("--rollout.stuck_after_s", "30"),
+            *("--limits.fence_after_s", str(_FENCE_S)),
+        ],
+        {},
+    )
+
+
+class Condition:
+    """A lock of one thread; whoever waits lets the virtual time pass."""
+
+    def __init__(self, loop: VirtualLoop) -> None:
+        self._loop = loop
+
+    def __enter__(self) -> None:
+        """Nobody else holds it."""
+
+    def __exit__(self, *_: object) -> None:
+        """Nobody waits for it."""
+
+    def notify_all(self) -> None:
+        """Whoever waits looks again soon by itself."""
+
+    def wait(self, timeout: float) -> None:
+        self._loop.run_until_complete(asyncio.sleep(timeout))
+
+
+class Reports(Model):
+    """Tells in the story what nodes report."""
+
+    def __init__(self, story: Story) -> None:
+        self._story = story
+        self._said: dict[str, str] = {}
+
+    def asked(self, call: Call) -> Answered:
+        if call.method == "POST":
+            report = call.json()
+            said = f"{report['state']} with {report['run_id']} v{report['version']}"
+            said = f"{said} {report['detail']}".strip()
+            if self._said.get(report["name"]) != said:
+                self._said[report["name"]] = said
+                self._story.say(f"{report['name']} is {said}")
+        return super().asked(call)
+
+
+class Fleet(Scene):
+    """A run with one to three rollout nodes."""
+
+    fault_rates = (0.0, 0.0, 0.02, 0.1)
+
+    def __init__(self, seed: int, directory: Path, loop: VirtualLoop) -> None:
+        super().__init__(seed, directory, loop)
+        self._count = self.rng.choice((1, 2, 2, 3))
+        self._shared = self.rng.random() < 0.3
+        self.attempts = 0
+        self.published = 0
+        """The newest version that a trainer has kept; it goes on from there."""
+        self.floor: int | None = None
+        """The number of the weights that every engine in traffic must have by now: a trainer has
+        published them, and stopped the traffic to the others. None while there is no such trainer.
+        """
+        self.newest = 0
+        """The number of the newest weights that a trainer began to publish."""
+        self._found: list[Violation] = []
+        self._failures = 0
+        self._last_fault = -1e9
+        self.processes = Processes(self.rng, self.net)
+        self._board: WeightBoard | None = None
+        self._static = directory / "config.json"
+        directory.mkdir(exist_ok=True)
+        self._static.write_text("{}")
+        self._config = _config()
+        rollout = self._config.rollout
+        trainer = self._topology(0).url(TRAINER, self._config.trainer.port)
+        self._trainer = self.node(
+            "trainer",
+            self._trainer_app,
+            host=_host(trainer),
+            machine="trainer",
+            model=Reports(self.story),
+        )
+        self._agents: list[Node] = []
+        self._lives: dict[str, asyncio.Task[None]] = {}
+        self._working: dict[str, FirstNodeAgent] = {}
+        self._stale_since: dict[str, float] = {}
+        """When a node began not to get to the newest weights, by the name of its engine."""
+        for rank in range(self._count):
+            url = partial(self._topology(rank).url, ROLLOUT, node=rank)
+            make = partial(self._agent_app, rank)
+            machine = f"machine-{rank}"
+            host = _host(url(rollout.agent_port))
+            self._agents.append(self.node(f"agent-{rank}", make, host=host, machine=machine))
+            host = _host(url(rollout.engine_port))
+            self.node(f"engine-{rank}", _not_started, host=host, machine=machine)
+        router = self._topology(0).url(ROLLOUT, rollout.router_port)
+        self.node("router", _not_started, host=_host(router), machine="machine-0")
+        self._router_url = router
+
+    def stand_ins(self, stack: ExitStack) -> None:
+        super().stand_ins(stack)
+        stack.enter_context(started_by(self.processes, self._agent_failed))
+        condition = partial(Condition, self.loop)
+        stack.enter_context(patch.object(threading, "Condition", condition))
+
+    def _topology(self, rank: int) -> Topology:
+        ips = tuple(f"10.0.0.{number}" for number in range(self._count))
+        return Topology(group="g", node_rank=rank, num_nodes=self._count, node_ips=ips)
+
+    def _trainer_app(self, _: Path) -> App:
+        assert self._board is not None
+        app = create_app("ppo-trainer")
+        add_nodes(app, self._board)
+        return app
+
+    def _agent_app(self, rank: int, disk: Path) -> App:
+        config = self._config.model_copy(update={"state_dir": disk})
+        agent = FirstNodeAgent(config, self._topology(rank), Metrics("rollout-server"))
+        app = create_agent_app(agent, Metrics("rollout-server"))
+        self._lives[f"agent-{rank}"] = self._agents[rank].live(app)
+        self._working[f"agent-{rank}"] = agent
+        return app
+
+    def _agent_failed(self, _: int) -> None:
+        """Ends an agent that gives up; the job group starts it again."""
+        name = process.get()
+        node = self.net.named(name)
+        assert node is not None
+        self.story.say(f"{name} gives up: {self._working[name].fatal}")
+        self._lives[name].cancel()
+        self.loop.call_later(5.0, self._end_machine, node.machine)
+
+    # ------------------------------------------------------------ the run
+
+    def run(self) -> None:
+        """Publishes versions while faults strike, and checks what is served at the end."""
+        self.limit(_LIMIT_S)
+        self._watch()
+        for node in self._agents:
+            self.loop.call_later(self.rng.uniform(0.0, 2.0), node.start)
+        self.schedule(self._faults(), self.rng.choice((0, 1, 2, 4, 6)), _FAULTS_S)
+        while self.published < _VERSIONS:
+            self.attempts += 1
+            self.is_up = True
+            try:
+                self._attempt()
+            except Crash:
+                self.fault("crash", "trainer")
+                self._end_trainer()
+            except ServiceError as error:
+                self.story.say(f"the trainer ends: {error}")
+                self._failures += 1
+                if self.loop.now - self._last_fault > _EXPLAINED_S or self._failures > 3:
+                    raise Violation(f"the run ended: {error}") from error
+                self._end_trainer()
+
+    def _end_trainer(self) -> None:
+        self.is_up = False
+        self.net.lives += 1
+        self.loop.go_on("")
+        self._trainer.end()
+        for task in self.loop.tasks_of(""):
+            task.cancel()
+        self.floor = None
+        self.sleep(self.rng.uniform(1.0, 20.0))
+
+    def _attempt(self) -> None:
+        """Runs a trainer until its last version is served."""
+        run_id = f"run-{self.attempts}"
+        logs.set_run(run_id)
+        self.story.say(f"attempt {self.attempts} begins after version {self.published}")
+        loop = Loop(self.loop)
+        self._board = WeightBoard(self._directory / f"weights-{self.attempts}")
+        self._trainer.start()
+        rollout = RolloutClient("rollout-server", self._router_url, deadline_s=_FENCE_S)
+
+        def fence(worker: WorkerReport) -> None:
+            self.story.say(f"the trainer fences {worker.name}")
+            loop.call(rollout.remove_worker(worker.url))
+
+        publisher = Publisher(
+            self._board,
+            [self._static],
+            run_id,
+            limit_s=_FENCE_S,
+            fence=fence,
+            say=lambda _: None,
+            shared=self._shared,
+        )
+        traffic = loop.start(self._keep_asking(rollout))
+        for version in range(self.published, _VERSIONS + 1):
+            weights = self.attempts * _RUN + version
+            self.newest = weights
+            publisher.publish([(TENSOR, torch.tensor([weights], dtype=torch.int32))], version)
+            self.floor = weights
+            self.story.say(f"weights {weights} are served")
+            loop.sleep(self.rng.uniform(0.0, self.rng.choice((5.0, 5.0, 40.0))))
+            self._check(traffic)
+            if self.rng.random() < 0.7:
+                self.published = version
+        self._check_end(loop, rollout, lambda: self._check(traffic))
+        self.published = _VERSIONS
+        loop.cancel(traffic)
+
+    def _watch(self) -> None:
+        """Looks all the time at the engines among which the router chooses."""
+        self._note_stale()
+        try:
+            for name, used in self.processes.served().items():
+                if self.floor is not None:
+                    self._check_weights(name, used, self.floor)
+                if self.loop.now - self._stale_since.get(name, self.loop.now) > _LEAVES_S:
+                    raise Violation(f"{name} is stale and keeps its traffic")
+        except Violation as found:
+            self._found.append(found)
+        self.loop.call_later(_WATCH_S, self._watch)
+
+    def _is_up(self, node: Node) -> bool:
+        return node.app is not None and not self.loop.is_stopped(node.name)
+
+    def _note_stale(self) -> None:
+        router = self.net.nodes[_host(self._router_url)]
+        for node in self._agents:
+            engine = node.name.replace("agent", "engine")
+            state = ""
+            if self._is_up(node) and self._is_up(router) and not self.net.is_cut(node.name, router):
+                state = self._working[node.name].state.worker_state
+            if state == "stale":
+                self._stale_since.setdefault(engine, self.loop.now)
+            elif state != "updating":
+                self._stale_since.pop(engine, None)
+
+    def _check_weights(self, name: str, used: int | None, floor: int) -> None:
+        if used is None or not floor <= used <= self.newest:
+            raise Violation(f"{name} generates with weights {used} after {floor} were served")
+
+    async def _keep_asking(self, rollout: RolloutClient) -> None:
+        """Sends requests to the engines, and checks each answer against the weights that were
+        served when it was asked for.
+        """
+        while True:
+            await asyncio.sleep(self.rng.uniform(0.2, 4.0))
+            if self.floor is not None:
+                await self._ask(rollout)
+
+    async def _ask(self, rollout: RolloutClient) -> bool:
+        """Returns whether an engine answers."""
+        floor = self.floor
+        assert floor is not None
+        body = {"input_ids": [5], "sampling_params": {"n": 1}}
+        try:
+            answer = await rollout.request("POST", "/generate", json=body, deadline_s=_FENCE_S)
+        except ServiceError as error:
+            self.story.say(f"no answer: {error}")
+            return False
+        meta = answer.json()["meta_info"]
+        for used, label in zip(meta["used"], meta["labels"], strict=True):
+            self._check_weights("an engine", used, floor)
+            if label != str(used % _RUN):
+                raise Violation(f"weights {used} were called {label}")
+        return True
+
+    def _check(self, traffic: "asyncio.Task[None]") -> None:
+        """Raises what was found."""
+        self.check_nodes()
+        if traffic.done():
+            traffic.result()
+        if self._found:
+            raise self._found[0]
+
+    # ------------------------------------------------------------ faults
+
+    def _faults(self) -> dict[str, Callable[[], None]]:
+        return {
+            "machine": self._crash_machine,
+            "agent stops": self._stop_agent,
+            "trainer stops": partial(self._stop, "", "trainer"),
+            "router hangs": self._hang_router,
+            "engine stops": self._stop_engine,
+            "engine ends": self._kill_engine,
+            "trouble": self._trouble,
+            "trouble again": self._trouble,
+            "router ends": self._kill_router,
+            "trainer": self.crash_trainer,
+            "from all": self._cut_from("*"),
+            "from the trainer": self._cut_from("trainer"),
+            "from the router": self._cut_from("machine-0"),
+            "damage": self._damage,
+            "clock": self.move_clock,
+        }
+
+    def fault(self, kind: str, text: str) -> None:
+        self._last_fault = max(self._last_fault, self.loop.now)
+        self.story.fault(kind, text)
+
+    def _an_agent(self) -> Node:
+        return self.rng.choice(self._agents)
+
+    def _end_machine(self, machine: str) -> None:
+        for node in self.nodes:
+            if node.machine == machine:
+                node.end()
+        self.processes.stop(machine)
+        agent = self._agents[int(machine.rpartition("-")[2])]
+        self.loop.call_later(self.down_s(), agent.start)
+
+    def _crash_machine(self) -> None:
+        node = self._an_agent()
+        if node.app is not None:
+            self.fault("crash", node.machine)
+            node.disk.fail()
+            self._end_machine(node.machine)
+
+    def _kill_engine(self) -> None:
+        status = self.rng.choice((1, 137))
+        name = f"engine-{self.rng.randrange(self._count)}"
+        self.fault("engine ends", f"{name} with {status}")
+        if name in self.processes.running:
+            self.processes.running[name].stop(status)
+
+    def _stop(self, *names: str) -> None:
+        """Stops processes for a while."""
+        seconds = self._long_s()
+        self.fault("stopped", f"{' and '.join(names).strip() or 'trainer'} for {seconds:.0f} s")
+        for name in names:
+            self._halt(name)
+            self.loop.call_later(seconds, self.loop.go_on, name)
+
+    def _halt(self, name: str) -> None:
+        node = self.net.named(name)
+        if node is None or node.app is not None:
+            self.loop.halt(name)
+
+    def _hang_router(self) -> None:
+        """Stops the router until its agent notices."""
+        self.fault("stopped", "router")
+        self._halt("router")
+
+    def _stop_agent(self) -> None:
+        self._stop(self._an_agent().name)
+
+    def _stop_engine(self) -> None:
+        self._stop(f"engine-{self.rng.randrange(self._count)}")
+
+    def _trouble(self) -> None:
+        """Lets an engine not load new weights for a while."""
+        name = f"engine-{self.rng.randrange(self._count)}"
+        trouble = self.rng.choice(TROUBLES)
+        seconds = self.rng.choice((1.0, 4.0)) * self.down_s()
+        self.fault("trouble", f"{name} {trouble} for {seconds:.0f} s")
+        self.processes.troubles[name] = trouble
+        self.loop.call_later(seconds, self.processes.troubles.pop, name, "")
+
+    def _kill_router(self) -> None:
+        self.fault("router ends", "")
+        if "router" in self.processes.running:
+            self.processes.running["router"].stop(137)
+
+    def _cut_from(self, other: str) -> Callable[[], None]:
+        """Returns the fault that a node does not reach a machine, or any, for a while."""
+        return lambda: self.net.cut(self._an_agent().machine, other, self._long_s())
+
+    def _long_s(self) -> float:
+        """Returns how long a fault lasts that others have to notice."""
+        seconds = self.rng.choice((1.0, 4.0)) * self.down_s()
+        self._last_fault = max(self._last_fault, self.loop.now + seconds)
+        return seconds
+
+    def _damage(self) -> None:
+        """Changes a byte of the newest weights on a node's disk, and ends its engine."""
+        node = self._an_agent()
+        files = sorted(node.disk.path.glob("**/model.safetensors"))
+        if files:
+            content = bytearray(files[-1].read_bytes())
+            content[-1] ^= 1
+            # A new file: others may be the same one by a hard link.
+            files[-1].unlink()
+            files[-1].write_bytes(content)
+            self.fault("damage", str(files[-1].relative_to(node.disk.path)))
+        name = node.name.replace("agent", "engine")
+        if name in self.processes.running:
+            self.processes.running[name].stop(137)
+
+    # ------------------------------------------------------------ the end
+
+    def _check_end(self, loop: Loop, rollout: RolloutClient, check: Callable[[], None]) -> None:
+        """Checks that every node serves the newest weights, some time after the last fault."""
+        self.chance.on = False
+        deadline = max(self.loop.now, self._last_fault) + _REACHED_S
+        assert self._board is not None
+        wanted = self._board.latest()
+        assert wanted is not None
+        while True:
+            check()
+            statuses = [ask_json(self, node, "/status") for node in self._agents]
+            is_known = self._board.count("ready") == self._count
+            behind = [each for each in statuses if not _is_current(each, wanted.version)]
+            # Who is cut off still answers this question.
+            if is_known and not behind and self.loop.now > self._last_fault:
+                break
+            if self.loop.now > deadline:
+                raise Violation(f"these nodes do not serve weights {wanted.version}: {behind}")
+            self.sleep(4.0)
+        for _ in range(2 * self._count):
+            if not loop.call(self._ask(rollout)):
+                raise Violation("the router does not answer")
+
+
+def _is_current(status: Any, version: int) -> bool:
+    report = status["report"]
+    return bool(
+        status["registered"] and report["state"] == "ready" and report["version"] == version
+    )
+
+
+def _host(url: str) -> str:
+    return url.partition("://")[2]
+
+
+def _not_started(_: Path) -> App:
+    raise AssertionError("an agent starts it")
