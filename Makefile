@@ -103,8 +103,9 @@ types: $(VENV)/.made
 	$(VENV)/bin/lint-imports
 
 # A file's tests share their fixtures, so a file stays in one process. Many tests wait: four processes keep two cores busy.
-# Test subprocesses read compiled modules, so bytecode must be written.
-PYTEST = PYTHONDONTWRITEBYTECODE= OMP_WAIT_POLICY=passive OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
+# Test subprocesses read compiled modules, so bytecode must be written. Without the limit of restarts, xdist would repeat a file
+# whose worker has ended for ever.
+PYTEST = PYTHONDONTWRITEBYTECODE= OMP_WAIT_POLICY=passive OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 
 # mypy uses one core, and runs beside the tests.
 check: style $(BASE)/config.json
@@ -120,6 +121,8 @@ test: style $(BASE)/config.json
 
 suite: $(BASE)/config.json
 	$(PYTEST) -m 'not slow'
+
+test-slow test-long: PYTEST += --timeout 900 -o faulthandler_timeout=950
 
 test-slow: $(BASE)/config.json
 	$(PYTEST) -m 'slow and not long'
