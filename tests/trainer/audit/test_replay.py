@@ -428,6 +428,8 @@ def test_episodes_come_out_again_and_what_was_changed_in_one_is_named(
         copied = Path(shutil.copytree(run_of_episodes, tmp_path / str(number), symlinks=True))
         change_group(copied, lambda document: change(document["completions"][0]), 1)  # noqa: B023
         named = outcomes(copied, 1, "episodes", "rewards")
-        assert [each for each, outcome in named.items() if outcome.state == "differs"][:1] == [stage]
+        assert [each for each, outcome in named.items() if outcome.state == "differs"][:1] == [
+            stage
+        ]
         assert where in named[stage].where
         assert named[stage].expected != named[stage].found
