@@ -122,7 +122,8 @@ class _Player:
             position=group.position,
         )
         played = group.metadata.get(PLAYED)
-        request_id, _, place = (played[number] if played else f"{group.id}-{number}").rpartition("-")
+        played_id = played[number] if played else f"{group.id}-{number}"
+        request_id, _, place = played_id.rpartition("-")
         index, _, attempt = place.partition(".")
         if request_id != group.id:
             request.task.seed = replacing_seed(request.task.seed, group.position)

@@ -8,6 +8,7 @@ import asyncio
 import itertools
 import os
 import random
+import shutil
 import threading
 import time
 from collections.abc import Iterator
@@ -22,11 +23,13 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import Tensor
 
-from common.errors import NotFound
+from common.errors import ConfigError, NotFound
+from common.weights import recycled_files
 from common.weights.checksums import checksum
 from common.weights.deltas import apply_delta
 from common.wire.schemas import (
     Broadcast,
+    EngineLibraries,
     WeightChecksums,
     WeightManifest,
     WorkerReport,
@@ -37,6 +40,7 @@ from trainer.weights.board import WeightBoard
 from trainer.weights.broadcast import Broadcaster
 from trainer.weights.publisher import Publisher
 from trainer.weights.transfer import Rendezvous
+from trainer.weights.versions import write_version
 
 RUN = "run"
 LIMIT_S = 60.0
@@ -264,12 +268,13 @@ def changed(weights: Tensors, draw: random.Random) -> Tensors:
     return found
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("way", ["download", "shared", "broadcast"])
 def test_every_node_gets_every_version(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str, seed: int
 ) -> None:
     raises = {ERRORS: "3"} if seed % 2 else {}
+    monkeypatch.setattr(recycled_files, "_MIN_REUSED_BYTES", 1)
     monkeypatch.delenv(ERRORS, raising=False)
     for name, value in raises.items():
         monkeypatch.setenv(name, value)
@@ -282,12 +287,13 @@ def test_every_node_gets_every_version(
         "c": torch.randn(1000),
         "d": torch.randn(3).bfloat16(),
     }
+    written: list[int] = []
     with running(tmp_path, way, draw) as run:
         for version in range(1, 7):
             weights = changed(weights, draw)
             has = {node.name: node.version for node in run.nodes}
             one = draw.choice(run.nodes)
-            event = draw.choice(["nothing", "nothing", "restart", "leave", "sleep"])
+            event = draw.choice(["nothing", "restart", "leave", "sleep", "lost files"])
             if event == "restart":
                 one.restart(draw.choice(["starting", "ready"]))
             if event == "leave":
@@ -295,6 +301,8 @@ def test_every_node_gets_every_version(
                 for node in run.nodes:
                     node.restart("ready")
                 one.leaves_broadcast = True
+            if event == "lost files":
+                shutil.rmtree(run.board.directory / f"v{version - 1:06d}", ignore_errors=True)
             if event == "sleep" and version > 1:
                 run.publisher.sleep()
                 assert {node.state for node in run.nodes} == {"asleep"}
@@ -310,7 +318,7 @@ def test_every_node_gets_every_version(
             for node in run.nodes:
                 if way == "broadcast":
                     expected = {"broadcast" if node.name in was_ready and is_sent else "download"}
-                elif way == "download" and has[node.name] == version - 1:
+                elif way == "download" and has[node.name] == version - 1 and event != "lost files":
                     expected = {"delta", "download"}
                 else:
                     expected = {way}
@@ -319,14 +327,34 @@ def test_every_node_gets_every_version(
             if way == "broadcast":
                 assert len(kept) <= 3
                 assert run.sizes[-1] == sum(tensor.nbytes for tensor in weights.values())
+                latest = run.board.latest()
+                assert latest
+                if latest.broadcast:
+                    names = [bucket.names for bucket in latest.broadcast.buckets]
+                    assert names == [["a", "b"], ["c"], ["d"]]
             else:
-                last = range(max(1, version - 2), version + 1)
-                assert kept == [f"v{number:06d}" for number in last]
+                written = [
+                    number
+                    for number in [*written, version]
+                    if event != "lost files" or number != version - 1
+                ]
+                assert kept == [f"v{number:06d}" for number in written[-3:]]
                 files = (run.board.directory / kept[-1]).iterdir()
                 whole = [file for file in files if file.suffix != ".delta"]
                 assert run.sizes[-1] == sum(file.stat().st_size for file in whole)
+                if way == "shared" and version == 1:
+                    # A slow engine may still read it, long after it was removed.
+                    held = (run.board.directory / kept[-1] / "model.safetensors").open("rb")
+                    content = held.read()
+        if way == "shared":
+            held.seek(0)
+            assert held.read() == content
+            held.close()
         assert run.fenced == []
     assert not run.board._waiting
+    for thread in threading.enumerate():
+        if thread.name == "broadcast":  # of a group that was left
+            thread.join(LIMIT_S)
     assert os.environ.get(ERRORS) == raises.get(ERRORS)
 
 
@@ -355,3 +383,48 @@ def test_engines_that_cannot_take_part_are_told_and_end_their_group(tmp_path: Pa
                     wait_for_workers=False,
                 )
             run.publisher.publish(weights.items(), run.nodes[0].version + 1)
+
+
+def test_an_engine_with_another_nccl_is_refused(tmp_path: Path) -> None:
+    board = WeightBoard(tmp_path)
+    sender = Broadcaster(board, [], RUN, LIMIT_S, Rendezvous("127.0.0.1", nccl="2.29.7"))
+    for number, nccl in enumerate(["2.29.7", "2.27.3"]):
+        libraries = EngineLibraries(torch="2.9", nccl=nccl)
+        board.report(
+            WorkerReport(
+                name=f"rollout-server-{number}",
+                url="",
+                num_nodes=2,
+                state="starting",
+                version=None,
+                libraries=libraries,
+            )
+        )
+        if number == 0:
+            sender.publish([("a", torch.ones(1))], 1)
+    with pytest.raises(ConfigError) as caught:
+        sender.publish([("a", torch.ones(1))], 2)
+    assert caught.value.field == "trainer.weight_sync"
+    assert "rollout-server-1" in caught.value.message
+    assert "rollout-server-0" not in caught.value.message
+
+
+@pytest.mark.parametrize("kind", ["model", "adapter"])
+def test_a_version_is_whole_or_not_there(tmp_path: Path, kind: str) -> None:
+    static = tmp_path / ("config.json" if kind == "model" else "adapter_config.json")
+    static.write_text("{}")
+    weights = [("a", torch.ones(3))]
+
+    def breaks() -> Iterator[tuple[str, Tensor]]:
+        yield from weights
+        raise RuntimeError("a rank has ended")
+
+    directory = tmp_path / "weights"
+    with pytest.raises(RuntimeError):
+        write_version(breaks(), [static], directory, RUN, 1)
+    assert not list(directory.iterdir())
+    found = write_version(weights, [static], directory, RUN, 1)
+    assert (found.kind, found.version, found.run_id) == (kind, 1, RUN)
+    name = "model" if kind == "model" else "adapter_model"
+    assert {file.name for file in found.files} == {static.name, f"{name}.safetensors"}
+    assert same(load_file(directory / "v000001" / f"{name}.safetensors"), dict(weights))
