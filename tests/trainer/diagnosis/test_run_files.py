@@ -101,6 +101,7 @@ def test_a_position_that_comes_again_after_many_steps_is_found(tmp_path: Path) -
     finding = find(read_facts(run))[0]
     assert finding.name == catalogue.DRAWN_TWICE
     assert finding.what == "position 3 in the steps 3 and 20"
+    assert finding.since == read_facts(run).steps[-1]["time"]
 
 
 def test_a_finished_run_does_not_list_what_its_services_said_when_they_were_ended(

@@ -24,6 +24,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from common.errors import ConfigError, NotFound
+from common.process.storage import StorageFailed
 from common.weights import recycled_files
 from common.weights.checksums import checksum
 from common.weights.deltas import apply_delta
@@ -36,11 +37,11 @@ from common.wire.schemas import (
     WorkerState,
 )
 from learning.weight_group import digest, join, size_of, views
-from trainer.weights import transfer
+from trainer.weights import broadcast, transfer
 from trainer.weights.board import WeightBoard
 from trainer.weights.broadcast import Broadcaster
 from trainer.weights.publisher import Publisher
-from trainer.weights.transfer import Rendezvous
+from trainer.weights.transfer import EngineGroup, Rendezvous
 from trainer.weights.versions import write_version
 
 RUN = "run"
@@ -403,6 +404,27 @@ def test_engines_that_cannot_take_part_are_told_and_end_their_group(tmp_path: Pa
             run.publisher.publish(weights.items(), run.nodes[0].version + 1)
 
 
+def test_a_broadcast_that_breaks_though_every_engine_is_there_goes_as_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Broken(EngineGroup):
+        def send(self, flat: Tensor) -> None:
+            raise RuntimeError("connection reset")
+
+    monkeypatch.setattr(broadcast, "_BLAME_S", 0.2)
+    monkeypatch.setattr(broadcast, "EngineGroup", Broken)
+    board = WeightBoard(tmp_path)
+    board.report(
+        WorkerReport(name="rollout-server-0", url="", num_nodes=1, state="ready", version=None)
+    )
+    sender = Broadcaster(board, [], RUN, LIMIT_S, Rendezvous("127.0.0.1"))
+    for version in (1, 2):
+        manifest, _ = sender.publish([("a", torch.ones(1))], version)
+        assert (manifest.version, manifest.broadcast) == (version, None)
+    written = asyncio.run(board.with_files(manifest, LIMIT_S))
+    assert [file.name for file in written.files] == ["model.safetensors"]
+
+
 def test_an_engine_with_another_nccl_is_refused(tmp_path: Path) -> None:
     board = WeightBoard(tmp_path)
     sender = Broadcaster(board, [], RUN, LIMIT_S, Rendezvous("127.0.0.1", nccl="2.29.7"))
@@ -432,6 +454,11 @@ def test_a_version_is_whole_or_not_there(tmp_path: Path, kind: str) -> None:
     static = tmp_path / ("config.json" if kind == "model" else "adapter_config.json")
     static.write_text("{}")
     weights = [("a", torch.ones(3))]
+
+    in_the_way = tmp_path / "file"
+    in_the_way.write_text("")
+    with pytest.raises(StorageFailed):
+        write_version(weights, [static], in_the_way, RUN, 1)
 
     def breaks() -> Iterator[tuple[str, Tensor]]:
         yield from weights
