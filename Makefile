@@ -53,7 +53,7 @@ help:
 	@echo 'make audit           the pinned dependencies against public advisories; needs the internet'
 	@echo 'make chaos           the job group while processes are killed, stopped and cut off, and programs that catch every error [CHAOS_SEEDS=0,1,2]; half an hour'
 	@echo 'make soak            the job group for a long time: does anything grow? [SOAK_MINUTES=30]'
-	@echo 'make mutants         which changes of a room do its tests notice? ROOM=trainer/observe [N=40] [SEED=0] [TESTS=tests/trainer]'
+	@echo 'make mutants         which changes of a room do its tests notice? ROOM=trainer/observe [N=40] [SEED=0] [TESTS=tests/trainer] [SLOW=1]'
 	@echo 'make clean           remove environments, caches and runs'
 
 # One environment for everything that runs on this machine; the pins are in constraints.txt.
@@ -206,7 +206,7 @@ bench-trl: $(VENV)/.made $(BASE)/config.json $(TRL)/.made
 mutants: $(BASE)/config.json
 	@test -n '$(ROOM)' || { echo 'name a room: make mutants ROOM=trainer/observe'; exit 2; }
 	OMP_WAIT_POLICY=passive OMP_NUM_THREADS=1 $(VENV)/bin/python -m tests.support.mutants $(ROOM) \
-	  $(if $(N),--count $(N)) --seed $(SEED) $(if $(TESTS),--tests $(TESTS))
+	  $(if $(N),--count $(N)) --seed $(SEED) $(if $(TESTS),--tests $(TESTS)) $(if $(SLOW),--slow)
 
 # Not part of `make test`: it needs the internet. A separate environment, so that it audits the pins, not itself.
 $(AUDIT)/.made:
