@@ -50,6 +50,8 @@ ATTEMPTS = "attempts.jsonl"
 AUDIT = "audit.jsonl"
 WHY = "why.json"
 """What `rlhf why` found last."""
+PROBLEMS = "given_problems.json"
+"""What a program gave to train and to evaluate on (`trainer.observe.problems`)."""
 # Settings that each run has its own value of, and that do not affect training.
 _OF_EACH_RUN = frozenset({"state_dir", "trainer.run_dir", "trackers.run_name"})
 DETAILS = frozenset(

@@ -80,10 +80,11 @@ def main(argv: list[str] | None = None) -> None:
     changes = dict(arguments.set)
     if arguments.max_steps:
         changes["trainer.max_steps"] = arguments.max_steps
-    config, answers = prepared(run_dir, step, output, changes)
+    fork = prepared(run_dir, step, output, changes, needs_settings=arguments.prepare)
     said: Json = {"parent": str(run_dir), "step": step, "changes": changes}
+    answers = fork.answers
     if not arguments.prepare:
-        train_in_process(config, rollout_transport=answers.before)
+        train_in_process(fork.config, rollout_transport=answers.before, problems=fork.problems)
         said["recorded"] = answers.used
         said["generated"] = [
             group["position"]

@@ -3,7 +3,7 @@
 import itertools
 import shutil
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +20,9 @@ from learning.ranks import Ranks
 from trainer.audit.history import WeightHistory, models_after
 from trainer.audit.recorded import config_of
 from trainer.cli.commands import argument_names
-from trainer.observe.audit import AuditRecord
+from trainer.observe.audit import AuditRecord, Given
 from trainer.observe.group_files import LINES, read_texts, read_trained, recorded_steps
+from trainer.observe.problems import Problems, kept_problems
 from trainer.observe.run_dir import AUDIT, append_line, read_lines
 from trainer.policy import checkpoint
 from trainer.policy.checkpoint import Checkpoints, RunState
@@ -32,26 +33,48 @@ from trainer.trackers.base import flatten
 
 _CHANGES_ANSWERS = ("sampling.", "model.", "data.", "environment.", "rollout.", "lora.", "seed")
 """Settings with which an engine would have given other answers."""
+_DESCRIBED_BY: dict[Given, tuple[str, str]] = {
+    "prompts": ("data.source", "problems.jsonl"),
+    "rewards": ("reward.functions", """'["my_rewards:correct"]'"""),
+    "environment": ("environment.name", "my_environment:Environment"),
+}
+"""The setting that describes a part which a program gave, and a value in a shell."""
 RecordedGroups = dict[tuple[int, ...], tuple[int, Group]]
 """Groups with their steps, by what asked for them: seed, number of answers and prompt tokens."""
 
 
+@dataclass(frozen=True)
+class Fork:
+    """What a fork trains with."""
+
+    config: Config
+    problems: Problems | None
+    """Those that a program gave the run; None for those of the settings."""
+    answers: "RecordedAnswers"
+
+
 def prepared(
-    run_dir: Path, step: int, output: Path, changes: Mapping[str, Any]
-) -> "tuple[Config, RecordedAnswers]":
-    """Writes the directory of a fork; returns its settings and its engine's recorded answers.
-    Raises ConfigError.
+    run_dir: Path, step: int, output: Path, changes: Mapping[str, Any], *, needs_settings: bool
+) -> Fork:
+    """Writes the directory of a fork.
+
+    `needs_settings`: settings have to describe the whole fork, since a job group trains it. Raises
+    ConfigError.
     """
     record = AuditRecord(run_dir)
     start = record.start(record.step(step))
-    if start.given:
-        raise ConfigError(
-            f"a program gave the run its {' and '.join(start.given)}, which are not kept",
-            field="RUN_DIR",
-            value=str(run_dir),
-            remedy="fork a run that settings describe, such as one of rlhf local, and not of "
-            "rlhf train or the Python API",
-        )
+    has_other_data = any(name.startswith("data.") for name in changes)
+    problems: Problems | None = None
+    if "prompts" in start.given and not has_other_data and not needs_settings:
+        problems = kept_problems(run_dir)
+    for part in start.given:
+        name, example = _DESCRIBED_BY[part]
+        if name not in changes and not (part == "prompts" and problems):
+            raise ConfigError(
+                f"a program gave the run its {part}, and no setting says which",
+                field=f"--set {name}",
+                remedy=f"describe them, as in --set {name}={example}",
+            )
     parent = config_of(start, run_dir)
     content = flatten(parent.model_dump(mode="json")) | {
         "trainer.device": start.config["trainer"]["device"],
@@ -64,9 +87,8 @@ def prepared(
     known: RecordedGroups = {}
     if not any(name.startswith(_CHANGES_ANSWERS) for name in changes):
         known = valid_groups(run_dir, parent, step)
-    has_other_data = any(name.startswith("data.") for name in changes)
     _begin(run_dir, parent, config, step, record=record, from_start=has_other_data)
-    return config, RecordedAnswers(known)
+    return Fork(config, problems, RecordedAnswers(known))
 
 
 def valid_groups(run_dir: Path, config: Config, step: int) -> RecordedGroups:

@@ -27,6 +27,7 @@ from services.data.loaders import load_split
 from trainer.cli.commands import add_settings, argument_names, run_parser
 from trainer.cli.compare import plain_table
 from trainer.observe.group_files import recorded_steps
+from trainer.observe.problems import kept_problems
 from trainer.observe.regrades import NewGrade, RegradedGroup, write_regrades
 from trainer.observe.run_dir import ATTEMPTS, check_run, damaged, read_lines, read_settings
 from trainer.trackers.base import flatten
@@ -280,6 +281,9 @@ def _rows(run_dir: Path, config: Config) -> dict[str, Prompt]:
     entries = config.reward.functions
     if all(entry.name in reads_texts and entry.tasks == [""] for entry in entries):
         return {}
+    kept = kept_problems(run_dir)
+    if kept is not None:
+        return {row.id: row for row in kept.train}
     # A program may have given the prompts; the settings of data are not theirs then.
     given = [line["data"] for line in read_lines(run_dir / ATTEMPTS)][-1:]
     try:

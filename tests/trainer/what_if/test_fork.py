@@ -8,8 +8,12 @@ from pathlib import Path
 import pytest
 
 from common.errors import ConfigError
+from common.process.imports import import_callable
 from tests.support.runs.audits import audited
 from tests.support.runs.in_process import quiet
+from trainer.api.online import OnlineRLTrainer
+from trainer.api.settings import TrainerConfig
+from trainer.cli import train_math
 from trainer.observe.group_files import LINES
 from trainer.observe.run_dir import read_lines
 from trainer.policy.trained_prompts import TRAINED_PROMPTS
@@ -89,6 +93,60 @@ def test_a_prepared_fork_goes_on_as_a_resumed_run(
     assert weights(fork) == weights(alone)
     assert weights(fork)[:2] == weights(parent)[:2]
     assert weights(fork)[2] != weights(parent)[2]
+
+
+LEARNT = {"trainer.audit": True, "reproducible": True, "trainer.max_staleness": 0}
+
+
+def test_a_run_of_rlhf_train_on_a_file_is_forked(base_model: Path, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    rows = tmp_path / "rows.jsonl"
+    lines = [{"question": f"Ann has {n} eggs. How many?", "answer": str(n)} for n in range(20)]
+    rows.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    words = ["--model", str(base_model), "--dataset", str(rows), "--num-samples", "12"]
+    words += ["--max-new-tokens", "24", "--max-steps", "4", "--output-dir", str(run_dir)]
+    words += ["--eval-samples", "1", "--learning-rate", "1e-3", "--quiet"]
+    words += [word for name in LEARNT for word in ("--set", f"{name}={LEARNT[name]}")]
+    train_math.main(words)
+    fork = tmp_path / "fork"
+    main([str(run_dir), "--step", "1", "--output", str(fork)])
+    assert weights(fork) == weights(run_dir)
+    said = json.loads((fork / "fork.json").read_text())
+    assert set(said["recorded"].values()) == {2}
+
+
+def test_a_program_has_to_name_its_rewards_and_its_rows_are_kept(
+    base_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "rewarding.py").write_text(
+        "def paid(completions, cost, **_):\n"
+        "    return [len(text) % price for text, price in zip(completions, cost)]\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    run_dir = tmp_path / "run"
+    config = TrainerConfig(
+        model_name_or_path=str(base_model),
+        output_dir=run_dir,
+        max_steps=3,
+        max_new_tokens=24,
+        learning_rate=1e-3,
+        settings=LEARNT,
+        verbose=False,
+    )
+    rows = [{"prompt": f"Ann has {n} eggs.", "cost": n % 3 + 2} for n in range(12)]
+    paid = import_callable("rewarding:paid", "")
+    OnlineRLTrainer(config, paid, rows).train()
+
+    words = [str(run_dir), "--step", "1", "--output", str(tmp_path / "fork")]
+    with pytest.raises(ConfigError) as caught:
+        main(words)
+    assert caught.value.field == "--set reward.functions"
+    words += ["--set", 'reward.functions=["rewarding:paid"]']
+    with pytest.raises(ConfigError) as caught:
+        main([*words, "--prepare"])
+    assert caught.value.field == "--set data.source"
+    main(words)
+    assert weights(tmp_path / "fork") == weights(run_dir)
 
 
 def test_problems_that_are_left_out_are_not_asked_again(
