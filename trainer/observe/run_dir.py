@@ -424,6 +424,12 @@ def read_settings(run_dir: Path) -> Json:
     return content
 
 
+def reward_names(content: Json) -> list[str]:
+    """Returns the names of the reward functions in the content of a `config.json`."""
+    entries = content.get("reward", {}).get("functions", ["math"])
+    return [entry if isinstance(entry, str) else entry["name"] for entry in entries]
+
+
 def known_settings(run_dir: Path) -> Json:
     """Returns the settings in a run's `config.json` by name, such as `trainer.batch_size`; none if
     it cannot be read.

@@ -25,10 +25,10 @@ examples:
   rlhf fork runs/own-data --step 20 --set data.map=my:without_one --max-steps 40
   rlhf fork runs/on-cluster --step 50 --set algorithm.clip_high=0.28 --prepare
 
-The run must have been made with trainer.audit true. The fork trains in this process, with the
-embedded engine, and is compared with the run at the end. RUN_DIR/fork.json says which groups were
-recorded and which were generated anew. With --prepare a job group trains it: the command writes the
-directory and prints what to add to its launch.
+STEP is one with a checkpoint; of a run with trainer.audit true any step will do. The fork trains in
+this process, with the embedded engine, and is compared with the run at the end. Its fork.json says
+which groups were recorded and which were generated anew. With --prepare a job group trains it: the
+command writes the directory and prints what to add to its launch.
 """
 FORK = "fork.json"
 

@@ -14,16 +14,24 @@ from fastapi import FastAPI
 from common import Json
 from common.errors import ConfigError
 from common.settings.config import Config, from_mapping
+from common.settings.rewards import BUILT_IN
 from common.wire.schemas import Completion, Group
 from learning.device import reproducible_numbers
 from learning.ranks import Ranks
 from trainer.audit.history import WeightHistory, models_after
 from trainer.audit.recorded import config_of
 from trainer.cli.commands import argument_names
-from trainer.observe.audit import AuditRecord, Given
+from trainer.observe.audit import AuditedStart, AuditRecord, Given, Setup
 from trainer.observe.group_files import LINES, read_texts, read_trained, recorded_steps
 from trainer.observe.problems import Problems, kept_problems
-from trainer.observe.run_dir import AUDIT, append_line, read_lines
+from trainer.observe.run_dir import (
+    ATTEMPTS,
+    AUDIT,
+    append_line,
+    read_lines,
+    read_settings,
+    reward_names,
+)
 from trainer.policy import checkpoint
 from trainer.policy.checkpoint import Checkpoints, RunState
 from trainer.policy.identity import identity
@@ -61,8 +69,8 @@ def prepared(
     `needs_settings`: settings have to describe the whole fork, since a job group trains it. Raises
     ConfigError.
     """
-    record = AuditRecord(run_dir)
-    start = record.start(record.step(step))
+    record = AuditRecord(run_dir) if (run_dir / AUDIT).exists() else None
+    start = _recorded_start(run_dir) if record is None else record.start(record.step(step))
     has_other_data = any(name.startswith("data.") for name in changes)
     problems: Problems | None = None
     if "prompts" in start.given and not has_other_data and not needs_settings:
@@ -87,7 +95,7 @@ def prepared(
     known: RecordedGroups = {}
     if not any(name.startswith(_CHANGES_ANSWERS) for name in changes):
         known = valid_groups(run_dir, parent, step)
-    _begin(run_dir, parent, config, step, record=record, from_start=has_other_data)
+    _begin(run_dir, start, config, step, record=record, from_start=has_other_data)
     return Fork(config, problems, RecordedAnswers(known))
 
 
@@ -158,8 +166,36 @@ def _answer(completion: Completion) -> Json:
     return {"text": completion.text, "output_ids": tokens, "meta_info": meta}
 
 
+def _recorded_start(run_dir: Path) -> AuditedStart:
+    """Returns what a run without an audit record says of its newest attempt."""
+    content = read_settings(run_dir)
+    attempt = read_lines(run_dir / ATTEMPTS)[-1]
+    given: list[Given] = []
+    if attempt["data"] != content["data"]["source"]:
+        given.append("prompts")
+    if not all(name in BUILT_IN or ":" in name for name in reward_names(content)):
+        given.append("rewards")
+    device = content["trainer"]["device"]
+    setup = Setup(packages={}, world_size=1, threads=1, device=device, instructions="")
+    return AuditedStart(
+        step=0,
+        run_id=attempt["run_id"],
+        config=content,
+        setup=setup,
+        weights="",
+        engine="",
+        given=given,
+    )
+
+
 def _begin(
-    run_dir: Path, config: Config, fork: Config, step: int, *, record: AuditRecord, from_start: bool
+    run_dir: Path,
+    start: AuditedStart,
+    fork: Config,
+    step: int,
+    *,
+    record: AuditRecord | None,
+    from_start: bool,
 ) -> None:
     """Writes the directory of a fork as it was after `step`: a checkpoint, and the lines of steps.
 
@@ -168,12 +204,22 @@ def _begin(
     output = fork.trainer.run_dir
     assert output is not None
     saved = checkpoint.newest(run_dir / "checkpoints", at_most=step)
-    state = RunState(step=0, position=0, run_id=record.step(step).run_id, kl_coef=0.0)
+    state = RunState(step=0, position=0, run_id=start.run_id, kl_coef=0.0)
     if saved is not None:
         state = checkpoint.load_state(checkpoint.read_state(saved), saved)
     changes: Json = {"identity": identity(fork)}
     history: WeightHistory | None = None
     if state.step < step:
+        if record is None:
+            raise ConfigError(
+                "the run has no checkpoint of this step, and no audit record to compute it from",
+                field="--step",
+                value=step,
+                remedy="name the step of a checkpoint, such as "
+                f"{saved.name if saved else 'the first one'}; of a run with trainer.audit true, "
+                "any step will do",
+            )
+        config = config_of(start, run_dir)
         with reproducible_numbers(config.reproducible):
             history = models_after(record, run_dir, config, step)
 

@@ -115,6 +115,22 @@ def test_a_run_of_rlhf_train_on_a_file_is_forked(base_model: Path, tmp_path: Pat
     assert set(said["recorded"].values()) == {2}
 
 
+def test_without_an_audit_a_run_is_forked_from_its_checkpoints(
+    base_model: Path, tmp_path: Path
+) -> None:
+    run_dir = tmp_path / "run"
+    words = ["--reproducible=true", "--trainer.max_staleness=0", "--trainer.audit=false"]
+    train_in_process(audited(base_model, run_dir, *words), quiet())
+    fork = [str(run_dir), "--output", str(tmp_path / "fork"), "--step"]
+    with pytest.raises(ConfigError) as caught:
+        main([*fork, "3"])
+    assert caught.value.field == "--step"
+    main([*fork, "2"])
+    assert weights(tmp_path / "fork") == weights(run_dir)
+    said = json.loads((tmp_path / "fork/fork.json").read_text())
+    assert set(said["recorded"].values()) == {3}
+
+
 def test_a_program_has_to_name_its_rewards_and_its_rows_are_kept(
     base_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
