@@ -5,6 +5,7 @@ from pathlib import Path
 
 from common import Json
 from common.errors import ConfigError
+from common.process import watchdog
 from common.settings.config import Config
 from learning.ranks import Ranks
 from trainer.algorithms.batch import Batch
@@ -159,7 +160,9 @@ def _of_updates(config: Json) -> Json:
 def models_after(record: AuditRecord, run_dir: Path, config: Config, step: int) -> WeightHistory:
     """Returns the models as they were after a step, in one process. Raises ConfigError."""
     history = WeightHistory(record, run_dir, config, Ranks.alone(config), first=step)
+    watchdog.at(f"loading {history.origin}")
     history.load()
     while history.policy.step < step:
+        watchdog.at(f"executing step {history.policy.step + 1} again")
         history.advance()
     return history

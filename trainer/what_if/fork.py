@@ -12,6 +12,7 @@ from common import Json
 from common.errors import ConfigError
 from common.process.cli import CommandParser, positive, run
 from common.settings.sources import variable
+from trainer.audit.waits import waits_told
 from trainer.cli.commands import add_settings, run_parser
 from trainer.cli.compare import compare, evaluated
 from trainer.dashboard.runs import RunReader
@@ -74,13 +75,14 @@ def main(argv: list[str] | None = None) -> None:
             value=str(output),
             remedy="name another one",
         )
-    from trainer.start.in_process import train_in_process  # torch: slow to import
-    from trainer.what_if.forking import prepared
-
     changes = dict(arguments.set)
     if arguments.max_steps:
         changes["trainer.max_steps"] = arguments.max_steps
-    fork = prepared(run_dir, step, output, changes, needs_settings=arguments.prepare)
+    with waits_told():
+        from trainer.start.in_process import train_in_process  # torch: slow to import
+        from trainer.what_if.forking import prepared
+
+        fork = prepared(run_dir, step, output, changes, needs_settings=arguments.prepare)
     said: Json = {"parent": str(run_dir), "step": step, "changes": changes}
     answers = fork.answers
     if not arguments.prepare:

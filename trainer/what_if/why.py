@@ -15,6 +15,7 @@ from rich.console import Console
 from common import Json
 from common.errors import ConfigError, ServiceError
 from common.process.cli import CommandParser, positive, run
+from trainer.audit.waits import waits_told
 from trainer.cli.commands import run_parser
 from trainer.cli.compare import plain_table
 from trainer.dashboard.tokens import TokenTexts
@@ -132,9 +133,10 @@ def _carriers(facts: RunFacts, step: int) -> Json:
     how = "share of |advantage| × tokens"
     if (facts.directory / AUDIT).is_file():
         try:
-            from trainer.what_if.gradients import step_gradient  # torch: slow to import
+            with waits_told():
+                from trainer.what_if.gradients import step_gradient  # torch: slow to import
 
-            norm, parts = step_gradient(facts.directory, step)
+                norm, parts = step_gradient(facts.directory, step)
             how = f"share of the recomputed gradient, whose norm is {norm:.3g}"
             rows = list(map(asdict, parts))
         except ServiceError as error:
@@ -208,7 +210,8 @@ def _print(answer: Json, console: Console) -> None:
     title = f"step {answer['step']}: the groups that carry its update; {answer['how']}"
     table = plain_table(title, ["problem", "share", "norm", "without it", "rewards"])
     for row in answer["groups"]:
-        norms = [f"{row.get(name, 0.0):.3g}" for name in ("norm", "without")]
+        # Without a recomputed gradient the norms are not known.
+        norms = [f"{row[name]:.3g}" if name in row else "–" for name in ("norm", "without")]
         reward = "–" if row["reward"] is None else f"{row['reward']:.2f}"
         table.add_row(row["prompt"][:60], f"{row['share']:.0%}", *norms, reward)
     console.print(table)

@@ -9,15 +9,18 @@ import pytest
 
 from common.errors import ConfigError
 from common.process.imports import import_callable
+from tests.support.paths import SHARED_DATA
 from tests.support.runs.audits import audited
 from tests.support.runs.in_process import quiet
 from trainer.api.online import OnlineRLTrainer
 from trainer.api.settings import TrainerConfig
 from trainer.cli import train_math
 from trainer.observe.group_files import LINES
+from trainer.observe.regrades import read_regrades
 from trainer.observe.run_dir import read_lines
 from trainer.policy.trained_prompts import TRAINED_PROMPTS
 from trainer.start.in_process import train_in_process
+from trainer.what_if import regrade
 from trainer.what_if.fork import main
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow]
@@ -98,21 +101,40 @@ def test_a_prepared_fork_goes_on_as_a_resumed_run(
 LEARNT = {"trainer.audit": True, "reproducible": True, "trainer.max_staleness": 0}
 
 
+def trained(base_model: Path, run_dir: Path, dataset: Path) -> None:
+    """Makes a run of four steps as `rlhf train` does."""
+    words = ["--model", str(base_model), "--dataset", str(dataset), "--num-samples", "12"]
+    words += ["--max-new-tokens", "24", "--max-steps", "4", "--output-dir", str(run_dir)]
+    words += ["--eval-samples", "1", "--learning-rate", "1e-3", "--quiet"]
+    words += [word for name in LEARNT for word in ("--set", f"{name}={LEARNT[name]}")]
+    train_math.main(words)
+
+
 def test_a_run_of_rlhf_train_on_a_file_is_forked(base_model: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     rows = tmp_path / "rows.jsonl"
     lines = [{"question": f"Ann has {n} eggs. How many?", "answer": str(n)} for n in range(20)]
     rows.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    words = ["--model", str(base_model), "--dataset", str(rows), "--num-samples", "12"]
-    words += ["--max-new-tokens", "24", "--max-steps", "4", "--output-dir", str(run_dir)]
-    words += ["--eval-samples", "1", "--learning-rate", "1e-3", "--quiet"]
-    words += [word for name in LEARNT for word in ("--set", f"{name}={LEARNT[name]}")]
-    train_math.main(words)
+    trained(base_model, run_dir, rows)
     fork = tmp_path / "fork"
     main([str(run_dir), "--step", "1", "--output", str(fork)])
     assert weights(fork) == weights(run_dir)
     said = json.loads((fork / "fork.json").read_text())
     assert set(said["recorded"].values()) == {2}
+
+
+@pytest.mark.skipif(not (SHARED_DATA / "gsm8k").is_dir(), reason="the GSM8K files are not here")
+def test_a_run_on_gsm8k_is_graded_and_trained_again_as_it_was(
+    base_model: Path, tmp_path: Path
+) -> None:
+    run_dir = tmp_path / "run"
+    rows = (SHARED_DATA / "gsm8k/train.jsonl").read_text(encoding="utf-8").splitlines()[:60]
+    (tmp_path / "rows.jsonl").write_text("\n".join(rows) + "\n", encoding="utf-8")
+    trained(base_model, run_dir, tmp_path / "rows.jsonl")
+    regrade.main([str(run_dir)])
+    assert read_regrades(run_dir) == {}
+    main([str(run_dir), "--step", "2", "--output", str(tmp_path / "fork")])
+    assert weights(tmp_path / "fork") == weights(run_dir)
 
 
 def test_without_an_audit_a_run_is_forked_from_its_checkpoints(
