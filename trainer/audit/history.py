@@ -101,6 +101,7 @@ class WeightHistory:
 
     def load(self) -> None:
         """Loads the models. A collective. Raises ConfigError when they cannot be loaded."""
+        watchdog.at(f"loading {self.origin}")
         if self.saved is None:
             self.policy = Policy(self._config, self._ranks)
         else:
@@ -160,7 +161,6 @@ def _of_updates(config: Json) -> Json:
 def models_after(record: AuditRecord, run_dir: Path, config: Config, step: int) -> WeightHistory:
     """Returns the models as they were after a step, in one process. Raises ConfigError."""
     history = WeightHistory(record, run_dir, config, Ranks.alone(config), first=step)
-    watchdog.at(f"loading {history.origin}")
     history.load()
     while history.policy.step < step:
         watchdog.at(f"executing step {history.policy.step + 1} again")

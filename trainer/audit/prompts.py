@@ -18,11 +18,13 @@ def load_rows(recorded: RecordedStep, config: Config) -> dict[str, Prompt]:
     """Returns the rows of the training split by id, in their order; none when a program gave them
     and an earlier version did not keep them. Raises ConfigError when the data set does not load.
     """
-    if "prompts" not in recorded.start.given:
-        return {row.id: row for row in load_split(config.data, "train", config.seed)}
-    assert config.trainer.run_dir is not None, "`config_of` sets it"
-    kept = kept_problems(config.trainer.run_dir)
-    return {row.id: row for row in kept.train} if kept else {}
+    if "prompts" in recorded.start.given:
+        assert config.trainer.run_dir is not None, "`config_of` sets it"
+        kept = kept_problems(config.trainer.run_dir)
+        rows = kept.train if kept else []
+    else:
+        rows = load_split(config.data, "train", config.seed)
+    return {row.id: row for row in rows}
 
 
 def compare_prompts(
@@ -31,8 +33,7 @@ def compare_prompts(
     """Compares the prompts of a step with the rows of the data set at their positions."""
     ids = list(rows)
     if not ids:
-        reason = "a program gave the prompts, and this version did not keep them"
-        return StageOutcome("prompts", "not compared", reason)
+        return StageOutcome("prompts", "not compared", "a program gave them; they were not kept")
 
     prompter = Prompter(load_tokenizer(config.model), PromptStyle.of(config), [])
     has_order = config.data.curriculum == "none"

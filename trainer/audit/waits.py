@@ -26,8 +26,8 @@ def waits_told() -> Iterator[None]:
     def tell() -> None:
         while not ended.wait(_SAY_EVERY_S):
             at = watchdog.place()
-            seconds = time.monotonic() - begun
-            print(f"… after {seconds:.0f} s: {at[0] if at else 'ending'}", file=sys.stderr)
+            what = at[0] if at else "ending"
+            print(f"… after {time.monotonic() - begun:.0f} s: {what}", file=sys.stderr)
 
     with watchdog.stalls():
         watchdog.at("loading the libraries")

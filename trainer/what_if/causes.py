@@ -113,9 +113,9 @@ def duplicates(facts: RunFacts) -> Trace | None:
     total = sum(map(len, problems.values()))
     if total < _FEWEST or len(problems) > _MOST * total:
         return None
-    ids = max(problems.values(), key=len)
-    places = list(ids.values())[:_SHOWN]
-    return Trace(places[0][0], (total, len(problems), ", ".join(list(ids)[:_SHOWN])), places)
+    most = list(max(problems.values(), key=len).items())[:_SHOWN]
+    names, places = zip(*most, strict=True)
+    return Trace(places[0][0], (total, len(problems), ", ".join(names)), places)
 
 
 def rate(facts: RunFacts) -> Trace | None:

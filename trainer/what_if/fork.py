@@ -23,7 +23,8 @@ _EPILOG = """\
 examples:
   rlhf fork runs/demo-seed0 --step 20 --set optimizer.learning_rate=1e-4
   rlhf fork runs/demo-seed0 --step 20 --set 'reward.functions=["my:Reward"]' --output runs/other
-  rlhf fork runs/own-data --step 20 --set data.map=my:without_one --max-steps 40
+  rlhf fork runs/own-data --step 20 --set data.map=my:without_one
+  rlhf fork runs/demo-seed0 --step 20 --set trainer.max_steps=30
   rlhf fork runs/on-cluster --step 50 --set algorithm.clip_high=0.28 --prepare
 
 STEP is one with a checkpoint; of a run with trainer.audit true any step will do. The fork trains in
@@ -36,7 +37,7 @@ FORK = "fork.json"
 
 def parser() -> CommandParser:
     """Returns the command line."""
-    usage = "RUN_DIR --step STEP [--set NAME=VALUE …] [--max-steps N] [--output DIR] [--prepare]"
+    usage = "RUN_DIR --step STEP [--set NAME=VALUE …] [--output DIR] [--prepare]"
     made = run_parser("rlhf fork", __doc__ or "", usage, _EPILOG)
     made.add_argument(
         "--step", type=positive, required=True, metavar="STEP", help="the last step in common"
@@ -44,9 +45,6 @@ def parser() -> CommandParser:
     add_settings(
         made,
         "what is changed, such as algorithm.clip_high=0.28",
-    )
-    made.add_argument(
-        "--max-steps", type=positive, metavar="N", help="total steps (default: those of the run)"
     )
     made.add_argument(
         "--output", type=Path, metavar="DIR", help="default: RUN_DIR-fork-STEP, beside the run"
@@ -76,8 +74,6 @@ def main(argv: list[str] | None = None) -> None:
             remedy="name another one",
         )
     changes = dict(arguments.set)
-    if arguments.max_steps:
-        changes["trainer.max_steps"] = arguments.max_steps
     with waits_told():
         from trainer.start.in_process import train_in_process  # torch: slow to import
         from trainer.what_if.forking import prepared

@@ -78,9 +78,9 @@ class GroupGrades:
     def rewards(self) -> NDArray[np.float64] | None:
         """The rewards as recorded and as they are now, [2, n]; None unless all are known."""
         pairs = [(grade.answer.reward, grade.now.reward) for grade in self.grades]
-        if not pairs or len(pairs) < len(self.group.answers) or any(None in pair for pair in pairs):
-            return None
-        return np.array(pairs, np.float64).T
+        rewards = np.array(pairs, np.float64).T  # NaN for a missing one
+        is_whole = 0 < len(pairs) == len(self.group.answers)
+        return rewards if is_whole and np.isfinite(rewards).all() else None
 
 
 @dataclass(frozen=True)

@@ -57,7 +57,14 @@ def test_a_fork_without_a_change_is_the_run_again(
 def test_another_reward_grades_the_recorded_answers(parent: Path, tmp_path: Path) -> None:
     fork = tmp_path / "fork"
     functions = '[{"name": "length", "soft_chars": 1, "hard_chars": 30}]'
-    words = ["--step", "2", "--set", f"reward.functions={functions}", "--max-steps", "3"]
+    words = [
+        "--step",
+        "2",
+        "--set",
+        f"reward.functions={functions}",
+        "--set",
+        "trainer.max_steps=3",
+    ]
     main([str(parent), *words, "--output", str(fork)])
     said = json.loads((fork / "fork.json").read_text())
     assert (len(said["recorded"]), said["generated"]) == (4, [])
