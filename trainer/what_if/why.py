@@ -143,17 +143,23 @@ def _carriers(facts: RunFacts, step: int) -> Json:
             how += f"; the gradient cannot be recomputed: {error.message}"
     rows.sort(key=lambda row: -row["share"])
     # The fewest groups that make half of the update.
-    shares = itertools.accumulate(row["share"] for row in rows)
+    shares = list(itertools.accumulate(row["share"] for row in rows))
     count = 1 + sum(share < 0.5 for share in shares)
     ordered = [groups[row["id"]] for row in rows]
-    for row, group in zip(rows[:_GROUPS], ordered, strict=False):
+    traits = _traits(ordered[:count], ordered[count:])
+    if count > len(rows) and "recomputed" in how:
+        traits = [f"the terms of KL and entropy make {1 - shares[-1]:.0%} of the update"]
+    # A group of equal rewards carries nothing.
+    shown = [row for row in rows[:_GROUPS] if row["share"] != 0.0]
+    for row in shown:
+        group = groups[row["id"]]
         row["tokens"] = _texts(facts.directory, row.pop("pushing", []))
         row |= {"step": step, "prompt": (group.prompt or "")[:200]}
         row |= {"reward": group.reward, "rewards": group.rewards}
     return {
-        "groups": rows[:_GROUPS],
+        "groups": shown,
         "how": how,
-        "traits": _traits(ordered[:count], ordered[count:]),
+        "traits": traits,
     }
 
 
