@@ -51,7 +51,7 @@ help:
 	@echo 'make gpu-bundle      packs that check for a machine without a network; INSTALLED=its pip list [GPU_PYTHON=3.12]'
 	@echo 'make bench-trl       speed and learning beside TRL, which it installs in $(TRL); about twelve minutes'
 	@echo 'make audit           the pinned dependencies against public advisories; needs the internet'
-	@echo 'make chaos           the job group while processes are killed, stopped and cut off, and programs that catch every error [CHAOS_SEEDS=0,1,2]; half an hour'
+	@echo 'make chaos           the job group while processes are killed, stopped and cut off, and programs that catch every error [CHAOS_SEEDS=0,1,2]; a quarter of an hour'
 	@echo 'make soak            the job group for a long time: does anything grow? [SOAK_MINUTES=30]'
 	@echo 'make mutants         which changes of a room do its tests notice? ROOM=trainer/observe [N=40] [SEED=0] [TESTS=tests/trainer] [SLOW=1]'
 	@echo 'make clean           remove environments, caches and runs'
@@ -219,7 +219,7 @@ audit: $(AUDIT)/.made
 
 chaos: $(VENV)/.made $(BASE)/config.json
 	@mkdir -p runs
-	OMP_WAIT_POLICY=passive OMP_NUM_THREADS=1 $(VENV)/bin/python -m tests.chaos.run --seeds $(CHAOS_SEEDS) --json runs/chaos.json
+	$(PYTEST) -n 0 tests/chaos/test_run.py tests/chaos/test_preemption.py
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m tests.chaos.episodes.run --seeds $(CHAOS_SEEDS) --json runs/chaos-episodes.json
 
 soak: $(VENV)/.made $(BASE)/config.json
