@@ -678,6 +678,7 @@ class Episode(Struct, forbid_unknown_fields=True):
     """One run of an environment."""
 
     id: Annotated[str, Meta(min_length=1, max_length=160)]
+    """The request's, `-` and its number there; `.1` and `.2` follow when it was tried again."""
     status: EpisodeStatus
     stop_reason: StopReason
     reward: _Finite | None

@@ -391,8 +391,9 @@ class EpisodeService:
                     "max_new_tokens in Python)"
                 )
 
+        try_of_it = f".{attempt}" if attempt else ""
         return Episode(
-            id=f"{request.request_id}-{index}",
+            id=f"{request.request_id}-{index}{try_of_it}",
             status=outcome.status,
             stop_reason=outcome.stop_reason,
             reward=outcome.reward,

@@ -1,11 +1,16 @@
 """Which small changes of a room's code do its tests notice?
 
-    make mutants ROOM=trainer/observe [N=40] [SEED=0] [TESTS=tests/trainer/observe]
+    make mutants ROOM=trainer/observe [N=40] [SEED=0] [TESTS=tests/trainer/observe] [SLOW=1]
 
 The changes are drawn by a seed from all that `operators` makes in the bodies of functions. Each is
 tried in a process of its own, forked after all imports, by the quick tests that reach the changed
 function: those that notice nothing are printed. What is only wording is not changed: strings with
 a space, log lines, docstrings and annotations.
+
+Everything happens in a copy of the checkout, where the changed file has the change, too: the Python
+processes that a test starts read it. Which tests start one that reaches the function is not known.
+With SLOW=1 the tests of `make test-slow` run as well, and all that may start processes try every
+change.
 
     collect ─► run each test once: which functions does it reach? ─► fork for each change:
                replace the code of the function ─► run its tests ─► has one failed?
@@ -21,7 +26,9 @@ import os
 import pickle
 import random
 import resource
+import shutil
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -29,6 +36,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import CodeType, FrameType, FunctionType
 from typing import Any
 
@@ -53,6 +61,8 @@ _WALL_S = 20.0
 _TIMES = 5
 """What a change may take, in seconds and in multiples of its tests; then it counts as noticed."""
 _NOTICED = 1
+_COPY = "MUTANTS_IN_A_COPY"
+"""Set in the process that works in the copy of the checkout."""
 _Key = tuple[str, str, int]
 """The file, qualified name and first line of a function."""
 
@@ -82,7 +92,7 @@ class _Reached:
 class _Mutants:
     """A plugin of pytest that tries the changes instead of running the tests."""
 
-    def __init__(self, files: Sequence[Path], count: int, seed: int) -> None:
+    def __init__(self, files: Sequence[Path], count: int, seed: int, *, is_slow: bool) -> None:
         self._files = {str(path) for path in files}
         self._trees = {str(path): ast.parse(path.read_text(encoding="utf-8")) for path in files}
         every = [
@@ -94,6 +104,7 @@ class _Mutants:
         self.drawn = random.Random(seed).sample(every, min(count, len(every)))
         self.survivors: list[tuple[Change, int]] = []
         self._functions: dict[_Key, list[FunctionType]] = defaultdict(list)
+        self._is_slow = is_slow
         self._is_setup = False
         self.problem = ""
         """Why no change could be tried; empty if all is well."""
@@ -111,7 +122,7 @@ class _Mutants:
             self.problem = "a file of tests cannot be collected"
             return True
         # Tests that start processes come last, since the others are quick.
-        session.items.sort(key=lambda item: item.get_closest_marker("integration") is not None)
+        session.items.sort(key=_may_start_processes)
         session.config.pluginmanager.unregister(name="terminalreporter")
         for path in self._files:
             name = ".".join(Path(path).relative_to(ROOT).with_suffix("").parts)
@@ -120,6 +131,8 @@ class _Mutants:
         for each in gc.get_objects():
             if type(each) is FunctionType and each.__code__.co_filename in self._files:
                 self._functions[_key(each.__code__)].append(each)
+        tmp_path_factory: pytest.TempPathFactory = session.config._tmp_path_factory  # type: ignore[attr-defined]
+        tmp_path_factory.getbasetemp()  # one for all the processes
         answer = _in_a_child(lambda: self._reached(session))
         if not answer:
             self.problem = "the process that ran the tests without a change has died"
@@ -131,10 +144,11 @@ class _Mutants:
         if not self._sees(session, reached):
             self.problem = "these tests do not run the code that is changed"
             return True
-        for change in self.drawn:
-            tests = self._tests(change, reached)
-            if not tests or not self._notices(session, change, tests, reached):
-                self.survivors.append((change, len(tests)))
+        for number, change in enumerate(self.drawn):
+            tests = self._tests(session, change, reached)
+            with self._on_disk(change, number):
+                if not tests or not self._notices(session, change, tests, reached):
+                    self.survivors.append((change, len(tests)))
         return True
 
     def _reached(self, session: pytest.Session) -> bytes:
@@ -166,12 +180,31 @@ class _Mutants:
         found.tests = dict(found.tests)
         return pickle.dumps(found)
 
-    def _tests(self, change: Change, reached: _Reached) -> list[int]:
-        """Returns the tests that reach a change, in their order."""
+    def _tests(self, session: pytest.Session, change: Change, reached: _Reached) -> list[int]:
+        """Returns the tests that may notice a change, in their order."""
         found = set[int]()
         for key in self._changed(change):
             found |= reached.tests.get(key, set())
-        return sorted(found)
+        others = set[int]()
+        if self._is_slow:
+            others = {n for n, item in enumerate(session.items) if _may_start_processes(item)}
+        return sorted(found) + sorted(others - found)
+
+    @contextlib.contextmanager
+    def _on_disk(self, change: Change, number: int) -> Iterator[None]:
+        """The file has the change inside this context."""
+        path = change.path
+        original = path.read_bytes()
+        times = path.stat()
+        with change.made():
+            path.write_text(ast.unparse(self._trees[str(path)]), encoding="utf-8")
+        # Python takes a compiled file for that of a source of the same second and size.
+        os.utime(path, (number, number))
+        try:
+            yield
+        finally:
+            path.write_bytes(original)
+            os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
 
     def _changed(self, change: Change) -> dict[_Key, CodeType]:
         """Returns the new code of the functions that a change makes different."""
@@ -216,6 +249,10 @@ class _Mutants:
 
         # Most tests fail at once, but some wait for what will never come.
         return _fails(run, min(20.0, sum(reached.seconds.values())))
+
+
+def _may_start_processes(item: pytest.Item) -> bool:
+    return item.get_closest_marker("integration") is not None
 
 
 def _run(session: pytest.Session, tests: Sequence[int]) -> int:
@@ -295,6 +332,23 @@ def tests_of(room: str) -> list[str]:
     raise SystemExit(f"no tests of {room}: name them with TESTS=…")
 
 
+def _in_a_copy() -> int:
+    """Runs this command in a copy of what is checked out here; returns its status."""
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, check=True)
+    tracked = {Path(name).parts[0] for name in listed.stdout.decode().splitlines()}
+    with TemporaryDirectory(prefix="mutants-") as folder:
+        for name in tracked:
+            if (ROOT / name).is_dir():
+                shutil.copytree(ROOT / name, Path(folder) / name, symlinks=True)
+            else:
+                shutil.copy2(ROOT / name, folder)
+        for name in (".venv", ".cache"):
+            (Path(folder) / name).symlink_to((ROOT / name).resolve())
+        command = [sys.executable, "-m", "tests.support.mutants", *sys.argv[1:]]
+        environment = os.environ | {"PYTHONPATH": folder, _COPY: "1"}
+        return subprocess.run(command, cwd=folder, env=environment, check=False).returncode
+
+
 def main() -> None:
     """Prints the changes that no test notices, and the score."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -302,13 +356,16 @@ def main() -> None:
     parser.add_argument("--tests", nargs="*", help="tests that are to notice the changes")
     parser.add_argument("--count", type=int, default=40, help="changes that are drawn")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--slow", action="store_true", help="run the slow tests, too")
     arguments = parser.parse_args()
+    if _COPY not in os.environ:
+        raise SystemExit(_in_a_copy())
 
     os.chdir(ROOT)
     files = files_of(arguments.rooms)
-    mutants = _Mutants(files, arguments.count, arguments.seed)
+    mutants = _Mutants(files, arguments.count, arguments.seed, is_slow=arguments.slow)
     tests = arguments.tests or functools.reduce(list.__add__, map(tests_of, arguments.rooms))
-    options = ["-q", "--tb=no", "-n", "0", "-m", "not slow"]
+    options = ["-q", "--tb=no", "-n", "0", "-m", "not long" if arguments.slow else "not slow"]
     status = pytest.main([*options, *dict.fromkeys(tests)], plugins=[mutants])
     if status or mutants.problem:
         raise SystemExit(mutants.problem or int(status))

@@ -23,7 +23,7 @@ from trainer.audit.engine import Request
 from trainer.audit.grading import GradedAnswer, answer_of_episode
 from trainer.audit.recorded import RecordedStep
 from trainer.policy.scorer import load_tokenizer
-from trainer.rollouts.episodes import episode_request
+from trainer.rollouts.episodes import PLAYED, episode_request, replacing_seed
 from trainer.rollouts.requests import row_of
 
 
@@ -52,9 +52,8 @@ def play_again(
     reason = ""
     if "environment" in recorded.start.given:
         reason = "the caller of the Python API gave the environment"
-    elif "prompts" in recorded.start.given:
-        given = "the caller of the Python API gave the prompts"
-        reason = f"{given}, whose columns the environment reads"
+    elif not rows:
+        reason = "the prompts, whose columns the environment reads, were not kept"
     elif needs_gateway(config.environment):
         reason = f"programs play the episodes ({config.environment.name})"
     runner = None
@@ -86,7 +85,6 @@ class _Player:
     async def play(self) -> PlayedAgain:
         """Returns what came of it; stops at the first episode that is another one."""
         count = 0
-        skipped = 0
         first_row = 0
         outcome: StageOutcome | None = None
         for item in self.recorded.groups:
@@ -94,9 +92,6 @@ class _Player:
             rows = dict(enumerate(group.completions, first_row))
             first_row += len(group.completions)
             if item.reused:
-                continue
-            if group.lost_episodes:
-                skipped += 1
                 continue
             for number in sorted({completion.episode or 0 for completion in rows.values()}):
                 of_episode = {
@@ -108,8 +103,6 @@ class _Player:
                 outcome = outcome or await self._play(group, number, of_episode)
         await self.runner.close()
         detail = f"{count} episodes of {self.config.environment.name} played again"
-        if skipped:
-            detail += f"; {skipped} groups lost episodes and have no numbers, they were left out"
         self.played.outcome = outcome or StageOutcome("episodes", "equal", detail)
         return self.played
 
@@ -127,6 +120,12 @@ class _Player:
             n=config.sampling.group_size,
             position=group.position,
         )
+        played = group.metadata.get(PLAYED)
+        played_id = played[number] if played else f"{group.id}-{number}"
+        request_id, _, place = played_id.rpartition("-")
+        index, _, attempt = place.partition(".")
+        if request_id != group.id:
+            request.task.seed = replacing_seed(request.task.seed, group.position)
         answers = _RecordedAnswers(rows, self.stops)
         session = Session(
             name,
@@ -134,7 +133,7 @@ class _Player:
             answers.sample,
             limits=request.limits,
             max_new_tokens=config.sampling.max_new_tokens,
-            seed=session_seed(request.task.seed, number, attempt=0),
+            seed=session_seed(request.task.seed, int(index), attempt=int(attempt or 0)),
         )
         outcome = await self.runner.run(request.task, session, request.limits)
         session.close()

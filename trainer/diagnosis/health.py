@@ -244,7 +244,7 @@ async def _where(client: Client) -> Where | None:
 
 async def _service(target: _Target) -> ServiceHealth:
     """Asks a service for its `/health`, and a healthy one for its numbers."""
-    response = await target.client.http.get("/health", timeout=PATIENCE_S)
+    response = await target.client.http.get("/health")
     if response.is_success:
         fields = target.fields_of(await get(target.client, target.path))
         return ServiceHealth(name=target.name, **{"state": "healthy", **fields})

@@ -22,6 +22,15 @@ from trainer.rollouts.services import Services
 TOOL_CALLS_PER_TURN = 8
 """Tool calls of an episode, as a multiple of `environment.turns`."""
 
+PLAYED = "episodes"
+"""Key of `Group.metadata`: the ids of a group's episodes, where some were lost, replaced or tried
+again. What they sampled depends on it."""
+
+
+def replacing_seed(seed: int, position: int) -> int:
+    """Returns the seed of the task whose episodes replace the lost ones of a task with `seed`."""
+    return sampling_seed(seed, position)
+
 
 def episode_request(
     config: Config,

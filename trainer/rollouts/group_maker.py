@@ -15,7 +15,14 @@ from trainer.algorithms.spool import EXPERTS, spool
 from trainer.rollouts.context import RolloutContext
 from trainer.rollouts.drops import Drops, GroupFailed
 from trainer.rollouts.engine_room import EngineRoom
-from trainer.rollouts.episodes import answer_of, completions_of, episode_request, play
+from trainer.rollouts.episodes import (
+    PLAYED,
+    answer_of,
+    completions_of,
+    episode_request,
+    play,
+    replacing_seed,
+)
 from trainer.rollouts.prompt_cursor import DrawnPrompt
 from trainer.rollouts.request_batcher import RequestBatcher
 from trainer.rollouts.requests import reward_items, sampling_seed
@@ -123,13 +130,16 @@ class GroupMaker:
             again = request.model_copy(deep=True)
             again.request_id = f"{group.id}-again"
             again.n = len(lost)
-            again.task.seed = sampling_seed(request.task.seed, group.position)
+            again.task.seed = replacing_seed(request.task.seed, group.position)
             others, lost = await self._episodes(again)
             episodes += others
         if len(episodes) < fewest:
             raise GroupFailed("episode", lost[0])
 
         group.lost_episodes = lost
+        played = [episode.id for episode in episodes]
+        if played != [f"{group.id}-{number}" for number in range(request.n)]:
+            group.metadata[PLAYED] = played
         gives_verdicts = self._services.environment_gives_verdicts
         answers = [answer_of(episode, gives_verdicts) for episode in episodes]
         ungraded: list[Completion] = []

@@ -190,7 +190,7 @@ def _of_experts(
     step = 2 if has_gate else 1
     experts = [tuple(names[begin : begin + step]) for begin in range(0, len(names), step)]
     take = partial(_share, dim=0 if has_gate else 1, rank=rank, size=size)
-    orders = (1, -1) if has_gate else (1,)
+    orders = (1, -1)
     for order in orders:
         in_order = chain.from_iterable(expert[::order] for expert in experts)
         yield [Part((name,), take) for name in in_order]

@@ -24,6 +24,9 @@ from trainer.weights.layouts import TENSOR_PARALLEL, Sharding
 
 log = logging.getLogger(__name__)
 BackendName = Literal["gloo", "nccl"]
+_NCCL_ERRORS = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+_OF_OTHER_GROUPS = os.environ.get(_NCCL_ERRORS)
+"""Read once: a join that was given up may still wait while the next one begins."""
 
 
 @dataclass(frozen=True)
@@ -146,16 +149,13 @@ def _no_watchdog() -> Iterator[None]:
     """NCCL errors of a group created inside are raised in the calling code; by default they end the
     process.
     """
-    name = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
-    before = os.environ.get(name)
-    os.environ[name] = "0"
+    os.environ[_NCCL_ERRORS] = "0"
     try:
         yield
     finally:
-        if before is None:
-            del os.environ[name]
-        else:
-            os.environ[name] = before
+        os.environ.pop(_NCCL_ERRORS, None)
+        if _OF_OTHER_GROUPS is not None:
+            os.environ[_NCCL_ERRORS] = _OF_OTHER_GROUPS
 
 
 class Transfer:

@@ -35,6 +35,34 @@ class Insists:
         return next(self.graded) % 97 / 97
 
 
+class RewardsTurns:
+    """Asks three times, and rewards every answer by its length, which it also says."""
+
+    faults: ClassVar[list[Exception | None]] = []
+    """What the next episodes raise."""
+
+    def reset(self, ground_truth: str) -> str:
+        """Begins, perhaps."""
+        self.sizes: list[int] = []
+        fault = self.faults.pop(0) if self.faults else None
+        if fault is not None:
+            raise fault
+        return " Think."
+
+    def step(self, messages: list[dict[str, Any]]) -> str | None:
+        """Says the length of the last answer."""
+        self.sizes.append(len(str(messages[-1]["content"])))
+        return f"Are {self.sizes[-1]} letters enough?" if len(self.sizes) < 3 else None
+
+    def get_turn_rewards(self) -> list[float]:
+        """Rewards every answer."""
+        return [size / 128 for size in self.sizes]
+
+    def get_reward(self) -> float:
+        """Counts the turns."""
+        return len(self.sizes) / 4
+
+
 class Ponders(Insists):
     """Takes its time and counts its turns in the reward, so that tests can compare the record with
     reality."""

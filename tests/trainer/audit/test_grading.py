@@ -38,6 +38,11 @@ def test_a_function_that_is_not_deterministic_is_named() -> None:
     assert found.state == "differs"
     assert "dice is not deterministic" in found.detail
     assert "math" not in found.detail.partition(";")[2]
+    # Also when it has no weight, so that the reward does not tell.
+    functions[0]["weight"] = 0.0
+    config = from_mapping({"reward.functions": functions, "reward.workers": 1})
+    found = graded_again(config, [graded(completion(1.0, dice=0.5, math=1.0))])
+    assert "dice is not deterministic" in found.detail
 
 
 def test_a_function_that_decides_otherwise_is_not_called_random() -> None:

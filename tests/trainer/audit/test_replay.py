@@ -16,16 +16,19 @@ import pytest
 
 from common.errors import ConfigError
 from common.process import watchdog
+from services.environment.outcome import EnvironmentLost
+from tests.support.environments.own_environments import RewardsTurns
 from tests.support.runs.audits import audited, replayed
 from tests.support.runs.in_process import quiet
 from trainer.audit import __main__ as replay
-from trainer.audit import comparison
+from trainer.audit import comparison, waits
 from trainer.audit.comparison import Stage, StageOutcome
 from trainer.audit.replay import StepReplay
 from trainer.start.in_process import train_in_process
 
 pytestmark = pytest.mark.integration
 STEP = 4
+TURNS = "python:tests.support.environments.own_environments:RewardsTurns"
 STAGES = tuple(stage for stage in comparison.STAGES if stage != "checkpoint")
 """What is compared unless stages are named."""
 Document = dict[str, Any]
@@ -34,8 +37,27 @@ Document = dict[str, Any]
 @pytest.fixture(scope="module")
 def run_dir(base_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of four steps with checkpoints after the second and the last."""
-    directory = tmp_path_factory.mktemp("audited") / "run"
-    train_in_process(audited(base_model, directory), quiet())
+    return trained(tmp_path_factory, base_model, "audited")
+
+
+@pytest.fixture(scope="module")
+def run_of_episodes(base_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of one step of episodes with three answers each. Of the first, one is lost and replaced,
+    and one dies and is tried again.
+    """
+    RewardsTurns.faults = [None, RuntimeError("lost"), EnvironmentLost("died")]
+    words = [
+        *("--environment.name", TURNS, "--environment.turns", "4", "--trainer.max_steps", "1"),
+        *("--sampling.max_new_tokens", "32", "--rollout.max_context_tokens", "512"),
+    ]
+    return trained(tmp_path_factory, base_model, "episodes", *words)
+
+
+def trained(folder: pytest.TempPathFactory, model: Path, name: str, *words: str) -> Path:
+    directory = folder.getbasetemp() / name
+    # `make mutants` runs these tests in many processes, none of which changes how a run is made.
+    if not directory.exists():
+        train_in_process(audited(model, directory, *words), quiet())
     return directory
 
 
@@ -345,11 +367,11 @@ def test_the_command_says_what_it_is_at(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """To load the libraries takes minutes on a busy machine."""
-    monkeypatch.setattr(replay, "_SAY_EVERY_S", 0.001)
+    monkeypatch.setattr(waits, "_SAY_EVERY_S", 0.001)
     for rank, is_told in (("1", False), ("0", True)):
         monkeypatch.setenv("RANK", rank)
         said = ""
-        with replay._waits_told():
+        with waits.waits_told():
             watchdog.at("reading the record")
             while is_told and "s: reading the record\n" not in said:
                 said += capsys.readouterr().err
@@ -369,3 +391,45 @@ def test_a_misspelt_stage_is_refused(run_dir: Path, capsys: pytest.CaptureFixtur
         replay.main([str(run_dir), "--step", str(STEP), "--stages", "reward"])
     assert ended.value.code == 2
     assert "did you mean rewards?" in capsys.readouterr().err
+
+
+def test_episodes_come_out_again_and_what_was_changed_in_one_is_named(
+    run_of_episodes: Path, tmp_path: Path
+) -> None:
+    found = outcomes(run_of_episodes, 1)
+    states = {stage: outcome.state for stage, outcome in found.items()}
+    assert states.pop("completions") in ("equal", "close")
+    assert set(states.values()) == {"equal"}
+    assert list(states) == [stage for stage in STAGES if stage != "completions"]
+    assert found["episodes"].detail.startswith("16 episodes of ")
+    assert found["rewards"].detail.startswith("16 rewards ")
+
+    def of_environment(completion: Document) -> None:
+        mask = np.frombuffer(completion["mask"], "<i4")
+        at = 4 * int(np.flatnonzero(mask == 0)[0])
+        completion["token_ids"] = flip(completion["token_ids"], at)
+
+    def of_model(completion: Document) -> None:
+        completion["token_ids"] = flip(completion["token_ids"], 0)
+
+    def of_end(completion: Document) -> None:
+        completion["turns"][-1]["reward"] += 1.0
+
+    def of_reward(completion: Document) -> None:
+        completion["reward"] += 1.0
+
+    changes = {
+        of_environment: ("episodes", "before answer 1, token "),
+        of_model: ("episodes", "before answer 1, token "),
+        of_end: ("rewards", "episode 0 of group"),
+        of_reward: ("rewards", "episode 0 of group"),
+    }
+    for number, (change, (stage, where)) in enumerate(changes.items()):
+        copied = Path(shutil.copytree(run_of_episodes, tmp_path / str(number), symlinks=True))
+        change_group(copied, lambda document: change(document["completions"][0]), 1)  # noqa: B023
+        named = outcomes(copied, 1, "episodes", "rewards")
+        assert [each for each, outcome in named.items() if outcome.state == "differs"][:1] == [
+            stage
+        ]
+        assert where in named[stage].where
+        assert named[stage].expected != named[stage].found

@@ -176,6 +176,16 @@ def test_the_rank_that_is_not_in_the_collective_is_the_stuck_one() -> None:
     assert len(found[0].evidence) == 2
 
 
+def test_ranks_that_are_all_in_collectives_are_stuck_if_these_differ() -> None:
+    facts = healthy()
+    facts.now += 60.0
+    facts.ranks = ranks("all_reduce", "all_reduce")
+    assert catalogue.RANK_STUCK not in [finding.name for finding in find(facts)]
+    facts.ranks[1].collective = "all_gather"
+    assert find(facts)[0].name == catalogue.RANK_STUCK
+    assert len(find(facts)[0].evidence) == 2
+
+
 def test_a_rank_that_does_not_answer_is_stuck_only_if_the_run_is() -> None:
     facts = healthy()
     facts.ranks = ranks("all_reduce", "")

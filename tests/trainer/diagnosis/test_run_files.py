@@ -20,10 +20,18 @@ from common.process.topology import LocalHost, Topology
 from common.settings.config import Config
 from tests.support.paths import ROOT
 from tests.support.runs.run_files import make_run, write
+from trainer.diagnosis import logs
 from trainer.diagnosis.facts import LogLine
 from trainer.diagnosis.find import find
+from trainer.diagnosis.logs import read_log
 from trainer.diagnosis.report import first_line, text
-from trainer.diagnosis.run_files import read_facts, read_topology, write_topology
+from trainer.diagnosis.run_files import (
+    log_folders,
+    read_facts,
+    read_topology,
+    token_file,
+    write_topology,
+)
 from trainer.diagnosis.self_diagnosis import diagnose, diagnosed
 from trainer.observe import catalogue
 
@@ -93,6 +101,7 @@ def test_a_position_that_comes_again_after_many_steps_is_found(tmp_path: Path) -
     finding = find(read_facts(run))[0]
     assert finding.name == catalogue.DRAWN_TWICE
     assert finding.what == "position 3 in the steps 3 and 20"
+    assert finding.since == read_facts(run).steps[-1]["time"]
 
 
 def test_a_finished_run_does_not_list_what_its_services_said_when_they_were_ended(
@@ -326,6 +335,43 @@ def test_the_addresses_are_read_as_they_were_written(tmp_path: Path) -> None:
     assert read_topology(tmp_path) is None
 
 
+def test_the_logs_are_those_of_the_newest_group(tmp_path: Path) -> None:
+    names = ["logs", "logs/a", "logs/b", "elsewhere"]
+    for name in (*names, "logs/none"):
+        (tmp_path / name).mkdir()
+    for name in names:
+        (tmp_path / name / "ppo-trainer-0.log").write_text("")
+    for number, name in enumerate(names):
+        os.utime(tmp_path / name, (0, 10 - number))
+    of_services = [tmp_path / "services" / "logs", tmp_path / "state" / "logs"]
+    settings = {"state_dir": str(tmp_path / "services")}
+    os.utime(tmp_path / "logs" / "a", (0, 50))
+    assert log_folders(tmp_path, settings) == [*of_services, tmp_path / "logs" / "a"]
+    os.utime(tmp_path / "logs", (0, 60))
+    assert log_folders(tmp_path, settings) == [*of_services, tmp_path / "logs"]
+    given = log_folders(tmp_path, settings, tmp_path / "elsewhere")
+    assert given == [*of_services, tmp_path / "elsewhere"]
+    assert log_folders(tmp_path / "new", {}) == [tmp_path / "new" / "state" / "logs"] * 2
+    assert token_file(given) is None
+    for folder in (*of_services[1:], tmp_path / "elsewhere"):
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "api_token").write_text("secret")
+        assert token_file(given) == folder / "api_token"
+
+
+def test_of_a_long_log_the_whole_lines_at_its_end_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    texts = [f"fault {number}" for number in range(20)]
+    now = time.time()
+    log(tmp_path, "data-server", *[(now, "ERROR", "services.data", each) for each in texts])
+    path = tmp_path / "state" / "logs" / "data-server.log"
+    size = len(path.read_bytes()) // 20
+    for count in (1, 2, 5):
+        monkeypatch.setattr(logs, "_READ_BYTES", (count + 1) * size - 3)
+        assert [line.text for line in read_log(path, 0.0)] == texts[-count:]
+
+
 def test_an_error_leaves_the_block_with_the_line_that_names_the_file(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", 3)
     write(run / "attempts.jsonl", [{"time": time.time(), "run_id": "group-1", "step": 0}])
@@ -344,6 +390,11 @@ def test_an_error_leaves_the_block_with_the_line_that_names_the_file(tmp_path: P
     with diagnosed(run, Config()):
         pass
     assert not list(run.glob("diagnosis.*"))  # a run that ends well has none
+
+    # A process that does not have the run diagnoses nothing.
+    with pytest.raises(ServiceError) as raised, diagnosed(tmp_path / "none", Config()):
+        raise ServiceError("something")
+    assert not hasattr(raised.value, "__notes__")
 
 
 @pytest.mark.parametrize(

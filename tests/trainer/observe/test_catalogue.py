@@ -96,6 +96,9 @@ def test_the_page_explains_a_hint_or_alarm_with_its_thresholds_and_settings(name
 def test_every_problem_of_every_service_has_a_name(service: str, problem: Problem) -> None:
     assert catalogue.fault_of_service(service, problem) in catalogue.FAULTS
     assert catalogue.fault_of_service(service, problem) != catalogue.ENDED
+    # What is called by the name of the task is the router.
+    of_router = catalogue.fault_of_service("router", problem)
+    assert catalogue.fault_of_service("rollout-server", problem) == of_router
 
 
 @pytest.mark.parametrize(

@@ -24,9 +24,12 @@ def group(*answers: Completion) -> Group:
 
 
 def test_one_seed_for_all_answers_is_named() -> None:
-    groups = [group(*[answer([7, index, 9], -1.0)] * 4) for index in range(3)]
+    groups = [
+        group(*[answer([7, index, 9], -1.0)] * size) for index, size in enumerate((2, 4, 4, 4))
+    ]
     found = duplicate_answers(groups)
     assert found.share == 1
+    assert duplicate_answers(groups[:1]).share == 1
     assert found.surprise > ALARMS["copied_answers"].limit
     text = copied_answers(found, Config())["copied_answers"]
     assert "100% of the answers" in text

@@ -97,6 +97,12 @@ def test_a_policy_that_breaks_in_one_update_is_named_at_once() -> None:
 
 def test_without_verdicts_hints_look_at_the_reward() -> None:
     unrated = {"accuracy": None, "solved_groups": None, "failed_groups": None}
+    whole = HEALTHY | unrated | {"reward": 0.125, "truncated": 0.0, "unparsable": 0.0}
+    broken = whole | {"reward": 0.0, "truncated": 1.0}
+    rate = {"optimizer__learning_rate": 1e-3}
+    assert "policy_breaks" in hints([whole, broken, broken], config(**rate))
+    better = broken | {"reward": 0.2}
+    assert "policy_breaks" not in hints([whole, better, better], config(**rate))
     text = only("zero_variance_groups", history(unrated | {"zero_variance_groups": 9}))
     assert "the reward does not tell answers to one prompt apart" in text.lower()
     assert "accuracy" not in text
@@ -173,9 +179,9 @@ CASES: list[tuple[str, list[dict[str, Any]], dict[str, Any], tuple[str, ...]]] =
     ),
     (
         "reward_hacking",
-        [{"reward": 0.8, "accuracy": 0.3, "rewards": {"math": 0.3, "style": 0.9}}],
+        [{"reward": 0.8, "accuracy": 0.3, "rewards": {"math": 0.5, "style": 0.9}}],
         {},
-        ("rose from 0.500 to 0.800", "accuracy fell from 0.500 to 0.300", "style (0.00 → 0.90)"),
+        ("rose from 0.500 to 0.800", "accuracy fell from 0.500 to 0.300", ": style (0.00 → 0.90)"),
     ),
     (
         "short_answers",

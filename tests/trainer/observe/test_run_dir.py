@@ -48,6 +48,7 @@ def test_an_evaluation_is_kept_with_its_answers_and_reported_with_what_changed(
         assert [answer["prompt_id"] for answer in line["answers"]] == ["p0", "p1", "p2"]
         assert [answer["correct"] for answer in line["answers"]] == [i < right for i in range(3)]
     told = said.getvalue()
+    assert told.count("2 of 3 held-out problems were trained on") == 1
     problems = [told.index(f"problem: problem {i}") for i in (1, 0, 2)]
     assert problems == sorted(problems), "the one with another verdict comes first"
     assert told.count("response 1 of 0") == told.count("response 1 of 4") == 1
@@ -88,6 +89,7 @@ def test_the_groups_of_a_step_that_are_not_kept_are_an_error(tmp_path: Path) -> 
     with pytest.raises(ConfigError) as refused:
         read_trained(tmp_path, 5)
     assert refused.value.field == "trainer.keep_groups_mb"
+    assert str(refused.value.value) == str(folder / "step_000005.zip")
 
 
 _LINES = st.one_of(

@@ -3,8 +3,6 @@
 import asyncio
 import os
 import random
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +13,7 @@ import pytest
 from common.settings.config import load
 from common.weights.checksums import checksum
 from services.rollout.engine_client import EngineClient
+from tests.support.tinker.client import Client, serving
 from tests.support.tinker.stand_ins import BASE, CountingLearner, EchoEngine, make_server
 from trainer.tinker import sampling, training
 from trainer.tinker import server as server_module
@@ -29,72 +28,6 @@ _KILLS = int(os.environ.get("TINKER_KILLS", "6"))
 _KEYS = {"TINKER_KEYS": "ann=tml-ann-0123456789,bob=tml-bob-0123456789"}
 
 
-class Client:
-    """A client that sends what the SDK sends."""
-
-    def __init__(self, http: httpx.AsyncClient) -> None:
-        self.http = http
-        self.session = ""
-
-    async def post(self, call: str, **body: Any) -> dict[str, Any]:
-        response = await self.http.post(f"/api/v1/{call}", json=body)
-        assert response.is_success, response.text
-        found: dict[str, Any] = response.json()
-        return found
-
-    async def run(self, number: int = 0, **lora: Any) -> str:
-        if not self.session:
-            self.session = (await self.post("create_session", tags=[]))["session_id"]
-        config = {"rank": 4, "seed": 3, **lora}
-        made = await self.post(
-            "create_model",
-            session_id=self.session,
-            model_seq_id=number,
-            base_model=BASE,
-            lora_config=config,
-        )
-        answer = await self.result(made["request_id"])
-        return str(answer.json()["model_id"])
-
-    async def passes(self, run: str, seq: int, token: int = 5, loss: str = "cross_entropy") -> str:
-        tokens = np.array([token], "<i4").tobytes()
-        data = [{"model_input": [{"text": {"tokens": tokens}}]}]
-        body = MESSAGES.encode("Pass", {"run": run, "seq": seq, "data": data, "loss": loss})
-        response = await self.http.post(
-            "/api/v1/forward_backward",
-            content=body,
-            headers={"content-type": "application/x-protobuf"},
-        )
-        assert response.status_code == 200, response.text
-        return str(response.json()["request_id"])
-
-    async def step(self, run: str, seq: int) -> str:
-        adam = {"learning_rate": 0.5}
-        made = await self.post("optim_step", model_id=run, seq_id=seq, adam_params=adam)
-        return str(made["request_id"])
-
-    async def result(self, request_id: str) -> httpx.Response:
-        return await self.http.post("/api/v1/retrieve_future", json={"request_id": request_id})
-
-
-@asynccontextmanager
-async def _serving(
-    directory: Path, learner: CountingLearner, engine: EchoEngine, **options: Any
-) -> AsyncIterator[Client]:
-    env = options.pop("env", {})
-    key = options.pop("key", "")
-    server = make_server(directory, learner, engine, **options)
-    app = create_tinker_app(server, Clients(env), BASE, server.running)
-    headers = {"x-api-key": key} if key else {}
-    async with (
-        app.router.lifespan_context(app),
-        httpx.AsyncClient(
-            transport=httpx.ASGITransport(app), base_url="http://127.0.0.1", headers=headers
-        ) as http,
-    ):
-        yield Client(http)
-
-
 def _loss(response: httpx.Response) -> float:
     (metric,) = MESSAGES.decode("Outputs", response.content)["metrics"]
     assert metric["key"] == "loss:sum"
@@ -104,7 +37,7 @@ def _loss(response: httpx.Response) -> float:
 
 async def test_operations_are_applied_in_the_order_of_their_numbers(tmp_path: Path) -> None:
     learner = CountingLearner()
-    async with _serving(tmp_path, learner, EchoEngine()) as client:
+    async with serving(tmp_path, learner, EchoEngine()) as client:
         run = await client.run()
         later = await client.step(run, 2)
         waiting = asyncio.create_task(client.result(later))
@@ -118,7 +51,7 @@ async def test_operations_are_applied_in_the_order_of_their_numbers(tmp_path: Pa
 
 async def test_what_is_sent_again_is_the_same_operation(tmp_path: Path) -> None:
     learner = CountingLearner()
-    async with _serving(tmp_path, learner, EchoEngine()) as client:
+    async with serving(tmp_path, learner, EchoEngine()) as client:
         run = await client.run()
         assert await client.run() == run
         ids = {await client.passes(run, 1) for _ in range(3)}
@@ -205,7 +138,7 @@ async def _kill(server: Any, after: int) -> None:
 
 async def test_an_operation_that_breaks_leaves_the_run_as_it_was(tmp_path: Path) -> None:
     learner = CountingLearner()
-    async with _serving(tmp_path, learner, EchoEngine()) as client:
+    async with serving(tmp_path, learner, EchoEngine()) as client:
         run = await client.run()
         await client.result(await client.passes(run, 1))
         learner.breaks_at = "forward_backward"
@@ -220,12 +153,12 @@ async def test_an_operation_that_breaks_leaves_the_run_as_it_was(tmp_path: Path)
 
 async def test_a_run_that_breaks_as_it_comes_back_comes_back_later(tmp_path: Path) -> None:
     engine = EchoEngine()
-    async with _serving(tmp_path, CountingLearner(), engine) as client:
+    async with serving(tmp_path, CountingLearner(), engine) as client:
         run = await client.run()
         await client.result(await client.passes(run, 1))
     again = CountingLearner()
     again.breaks_at = "forward_backward"
-    async with _serving(tmp_path, again, engine) as client:
+    async with serving(tmp_path, again, engine) as client:
         broken = (await client.result(await client.step(run, 2))).json()
         assert broken["category"] == "server"
         stepped = (await client.result(await client.step(run, 3))).json()
@@ -234,7 +167,7 @@ async def test_a_run_that_breaks_as_it_comes_back_comes_back_later(tmp_path: Pat
 
 async def test_a_run_is_deleted_with_what_waits_for_it(tmp_path: Path) -> None:
     learner = CountingLearner()
-    async with _serving(tmp_path, learner, EchoEngine()) as client:
+    async with serving(tmp_path, learner, EchoEngine()) as client:
         run = await client.run()
         other = await client.run(1)
         saved = await client.post("save_weights", model_id=run, seq_id=1, path="one")
@@ -254,7 +187,7 @@ async def test_a_run_is_deleted_with_what_waits_for_it(tmp_path: Path) -> None:
 
 
 async def test_a_run_that_was_refused_is_in_nobodys_way(tmp_path: Path) -> None:
-    async with _serving(tmp_path, CountingLearner(), EchoEngine(), resident=1) as client:
+    async with serving(tmp_path, CountingLearner(), EchoEngine(), resident=1) as client:
         run = await client.run()
         saved = await client.post("save_weights_for_sampler", model_id=run, seq_id=1, path="one")
         path = (await client.result(saved["request_id"])).json()["path"]
@@ -294,12 +227,12 @@ async def test_adapters_stay_while_there_is_room_and_come_back(tmp_path: Path) -
 async def test_what_cannot_be_repeated_is_told(tmp_path: Path) -> None:
     learner = CountingLearner()
     engine = EchoEngine()
-    async with _serving(tmp_path, learner, engine) as client:
+    async with serving(tmp_path, learner, engine) as client:
         run = await client.run()
         await client.result(await client.passes(run, 1))
     again = CountingLearner()
     again.noise = 1e-9
-    async with _serving(tmp_path, again, engine) as client:
+    async with serving(tmp_path, again, engine) as client:
         failed = (await client.result(await client.step(run, 2))).json()
         assert failed["category"] == "server"
         assert f"{run}:op:1" in failed["error"]
@@ -307,7 +240,7 @@ async def test_what_cannot_be_repeated_is_told(tmp_path: Path) -> None:
 
 async def test_idle_runs_give_way_and_come_back(tmp_path: Path) -> None:
     learner = CountingLearner()
-    async with _serving(tmp_path, learner, EchoEngine(), resident=2) as client:
+    async with serving(tmp_path, learner, EchoEngine(), resident=2) as client:
         runs = [await client.run(number, seed=number + 1) for number in range(4)]
         for run in runs:
             await client.passes(run, 1)
@@ -320,7 +253,7 @@ async def test_idle_runs_give_way_and_come_back(tmp_path: Path) -> None:
 
 async def test_saved_weights_load_list_expire_and_go(tmp_path: Path) -> None:
     engine = EchoEngine()
-    async with _serving(tmp_path, CountingLearner(), engine) as client:
+    async with serving(tmp_path, CountingLearner(), engine) as client:
         run = await client.run()
         await client.passes(run, 1)
         saved = await client.post("save_weights", model_id=run, seq_id=2, path="one")
@@ -358,7 +291,7 @@ async def test_saved_weights_load_list_expire_and_go(tmp_path: Path) -> None:
 async def test_downloads_need_their_link_and_no_key(tmp_path: Path) -> None:
     ann = _KEYS["TINKER_KEYS"].split("=")[1].split(",")[0]
     options = {"env": _KEYS, "key": ann}
-    async with _serving(tmp_path, CountingLearner(), EchoEngine(), **options) as client:
+    async with serving(tmp_path, CountingLearner(), EchoEngine(), **options) as client:
         run = await client.run()
         saved = await client.post("save_weights_external", model_id=run, seq_id=1, path="out")
         await client.result(saved["request_id"])
@@ -377,7 +310,7 @@ async def test_samples_are_of_the_weights_that_were_saved(
 ) -> None:
     monkeypatch.setattr(sampling, "_AGAIN_S", 0.01)
     engine = EchoEngine()
-    async with _serving(tmp_path, CountingLearner(), engine) as client:
+    async with serving(tmp_path, CountingLearner(), engine) as client:
         run = await client.run()
         for number in range(4):
             saved = await client.post(
@@ -426,7 +359,7 @@ async def test_a_loop_that_goes_on_from_a_checkpoint_gets_the_same_samples(tmp_p
         name = (await client.result(saved["request_id"])).json()["sampling_session_id"]
         return (await _sampled(client, name, seq=0)).content
 
-    async with _serving(tmp_path, CountingLearner(), EchoEngine()) as client:
+    async with serving(tmp_path, CountingLearner(), EchoEngine()) as client:
         run = await client.run()
         first = await sampled(client, run, 1)
         saved = await client.post("save_weights", model_id=run, seq_id=2, path="one")
@@ -486,7 +419,7 @@ def _logprobs(response: httpx.Response) -> list[float]:
 
 async def test_one_question_tells_what_a_sampler_has_finished(tmp_path: Path) -> None:
     engine = EchoEngine()
-    async with _serving(tmp_path, CountingLearner(), engine) as client:
+    async with serving(tmp_path, CountingLearner(), engine) as client:
         client.session = (await client.post("create_session", tags=[]))["session_id"]
         made = await client.post(
             "create_sampling_session",
@@ -518,7 +451,7 @@ async def test_one_question_tells_what_a_sampler_has_finished(tmp_path: Path) ->
 
 async def test_other_tokens_are_scored_where_the_client_asks(tmp_path: Path) -> None:
     # The stand-in says −place − token / 64.
-    async with _serving(
+    async with serving(
         tmp_path, CountingLearner(), EchoEngine(), stable_reinforce="cispo"
     ) as client:
         client.session = (await client.post("create_session", tags=[]))["session_id"]
@@ -568,9 +501,7 @@ async def test_other_tokens_are_scored_where_the_client_asks(tmp_path: Path) -> 
 async def test_clients_see_only_what_is_theirs(tmp_path: Path) -> None:
     ann, bob = (entry.split("=")[1] for entry in _KEYS["TINKER_KEYS"].split(","))
     engine = EchoEngine()
-    async with _serving(
-        tmp_path, CountingLearner(), engine, env=_KEYS, key=ann, most_runs=1
-    ) as one:
+    async with serving(tmp_path, CountingLearner(), engine, env=_KEYS, key=ann, most_runs=1) as one:
         run = await one.run()
         over = await one.http.post(
             "/api/v1/create_model",
@@ -628,7 +559,7 @@ async def test_what_is_not_served_is_refused_by_name(
         "save_weights_for_sampler": {"model_id": "m", "seq_id": 1},
         "save_weights_external": {"model_id": "m", "seq_id": 1, "path": "p"},
     }
-    async with _serving(tmp_path, CountingLearner(), EchoEngine()) as client:
+    async with serving(tmp_path, CountingLearner(), EchoEngine()) as client:
         answer = await client.http.post(f"/api/v1/{call}", json={**whole.get(call, {}), **body})
         assert answer.status_code in (404, 422)
         error = answer.json()["error"]
@@ -641,7 +572,7 @@ async def test_what_is_not_served_is_refused_by_name(
     [("learning_rate", "nan"), ("learning_rate", -1), ("beta2", 1), ("eps", "inf"), ("beta3", 0)],
 )
 async def test_values_of_adam_are_checked(tmp_path: Path, name: str, value: object) -> None:
-    async with _serving(tmp_path, CountingLearner(), EchoEngine()) as client:
+    async with serving(tmp_path, CountingLearner(), EchoEngine()) as client:
         body = {"model_id": await client.run(), "seq_id": 1, "adam_params": {name: value}}
         answer = await client.http.post("/api/v1/optim_step", json=body)
         assert answer.status_code == 422
@@ -649,7 +580,7 @@ async def test_values_of_adam_are_checked(tmp_path: Path, name: str, value: obje
 
 
 async def test_a_sampler_keeps_its_weights_and_the_numbers_of_its_clients(tmp_path: Path) -> None:
-    async with _serving(tmp_path, CountingLearner(), EchoEngine()) as client:
+    async with serving(tmp_path, CountingLearner(), EchoEngine()) as client:
         run = await client.run()
         saved = await client.post(
             "save_weights_for_sampler", model_id=run, seq_id=1, path="weights"
@@ -674,7 +605,7 @@ async def test_a_sampler_keeps_its_weights_and_the_numbers_of_its_clients(tmp_pa
 
 async def test_queues_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server_module, "MAX_WAITING", 3)
-    async with _serving(tmp_path, CountingLearner(), EchoEngine()) as client:
+    async with serving(tmp_path, CountingLearner(), EchoEngine()) as client:
         run = await client.run()
         for seq in (2, 3, 4):  # 1 never comes
             await client.step(run, seq)
@@ -683,7 +614,7 @@ async def test_queues_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 async def test_a_finished_session_takes_nothing_more(tmp_path: Path) -> None:
-    async with _serving(tmp_path, CountingLearner(), EchoEngine()) as client:
+    async with serving(tmp_path, CountingLearner(), EchoEngine()) as client:
         run = await client.run()
         body = {"session_id": client.session}
         await client.post("session_heartbeat", **body)
@@ -702,7 +633,7 @@ async def test_a_sample_in_work_survives_the_end_of_a_server_but_not_its_client(
     engine = EchoEngine()
     engine.hangs = True
     ids = []
-    async with _serving(tmp_path, CountingLearner(), engine) as client:
+    async with serving(tmp_path, CountingLearner(), engine) as client:
         session = (await client.post("create_session", tags=[]))["session_id"]
         await client.post(
             "create_sampling_session",
@@ -724,7 +655,7 @@ async def test_a_sample_in_work_survives_the_end_of_a_server_but_not_its_client(
         assert cancelled.status_code == 204
         assert (await client.result(ids[1])).json()["category"] == "user"
     engine.hangs = False
-    async with _serving(tmp_path, CountingLearner(), engine) as client:
+    async with serving(tmp_path, CountingLearner(), engine) as client:
         answer = await client.result(ids[0])
         assert answer.headers["content-type"] == "application/x-protobuf"
 
@@ -733,7 +664,7 @@ async def test_only_the_newest_unnamed_weights_are_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(state_module, "KEPT_UNNAMED", 2)
-    async with _serving(tmp_path, CountingLearner(), EchoEngine()) as client:
+    async with serving(tmp_path, CountingLearner(), EchoEngine()) as client:
         run = await client.run()
         for number in range(4):
             saved = await client.post(

@@ -33,7 +33,7 @@ def written(
     texts: Callable[[int], list[str]] = lambda step: ["#### 5", "so #### 5", "#### 6", "none"],
     rewards: Callable[[int], list[float]] = lambda step: [1.0, 1.0, 0.0, 0.0],
     prompt: str = "How many apples are there now?",
-    **numbers: Callable[[int], float],
+    **numbers: Callable[[int], Any],
 ) -> RunFacts:
     """Returns a run of twelve steps; `numbers` gives those of a step, with __ for the point."""
     steps = []
@@ -84,7 +84,7 @@ def test_a_healthy_run_has_no_cause_and_no_jump(tmp_path: Path) -> None:
         (
             "engine",
             8,
-            {"update__delta_logprob_current": lambda step: 0.3 if 8 <= step < 11 else 3e-6},
+            {"alarms": lambda step: {"delta_logprob": "…"} if 8 <= step < 11 else {}},
         ),
         ("cut", 5, {"truncated": lambda step: 0.6 if step >= 5 else 0.0}),
         ("stale groups", 9, {"staleness": lambda step: 4.0 if step >= 9 else 0.0}),
@@ -165,6 +165,17 @@ def test_the_parts_of_the_groups_are_the_gradient_of_the_step(
     for each in parts:
         rest = norm**2 - 2 * each.share * norm**2 + each.norm**2
         assert each.without == pytest.approx(np.sqrt(max(0.0, rest)), rel=1e-2, abs=1e-3)
+
+
+@pytest.mark.integration
+@pytest.mark.slow
+def test_a_kl_term_that_outweighs_the_rewards_is_named(base_model: Path, tmp_path: Path) -> None:
+    words = ["--algorithm.kl_coef=50", "--trainer.max_steps=2", "--optimizer.learning_rate=1e-3"]
+    train_in_process(audited(base_model, tmp_path, *words), quiet())
+    answer = explain(RunFacts.read(tmp_path), step=2)
+    assert sum(row["share"] for row in answer["groups"]) < 0.5
+    assert len(answer["traits"]) == 1
+    assert "KL" in answer["traits"][0]
 
 
 @pytest.mark.integration

@@ -1,0 +1,196 @@
+"""A run's log against its definitions: the line, the groups and the metrics of random steps."""
+
+import io
+import random
+import time
+from collections import Counter
+from pathlib import Path
+from statistics import fmean
+
+import numpy as np
+import pytest
+from prometheus_client import generate_latest
+from prometheus_client.parser import text_string_to_metric_families
+from rich.console import Console
+
+from common.process.metrics import Metrics
+from common.settings.config import Config
+from common.wire.schemas import Group
+from tests.support.batches.groups import make_group
+from trainer.algorithms.batch import Batch, TrainingGroup
+from trainer.evaluation.evaluation import Answer, Evaluation
+from trainer.evaluation.verdicts import Verdicts
+from trainer.observe.group_files import read_trained
+from trainer.observe.prometheus import TrainerMetrics
+from trainer.observe.run_dir import Recorder, read_lines
+from trainer.observe.run_log import RunLog
+from trainer.policy.policy import PolicyUpdate
+from trainer.policy.update_metrics import UpdateMetrics
+from trainer.rollouts.drops import Drops
+from trainer.timing import StageClock
+
+STEPS = 3
+
+
+def shown(metrics: Metrics) -> dict[str, float]:
+    """Returns the numbers of `/metrics`, by name and label."""
+    return {
+        " ".join([sample.name.removeprefix("rlhf_"), *sample.labels.values()]): sample.value
+        for family in text_string_to_metric_families(generate_latest(metrics.registry).decode())
+        for sample in family.samples
+    }
+
+
+def random_group(draw: random.Random, rng: np.random.Generator, step: int, place: int) -> Group:
+    rewards = draw.choice([[1.0] * 4, [0.0] * 4, [1.0, 0.0, 0.0, 1.0], [1.0, 1.0, 1.0, 0.0]])
+    version = draw.randint(max(0, step - 3), step - 1)
+    group = make_group(rng, rewards, version, position=10 * step + place)
+    for completion in group.completions:
+        completion.verified = True
+        completion.finish_reason = draw.choice(["stop", "length"])
+        completion.status = draw.choice(["unparsable", "ok"])
+        completion.components = {"math": completion.reward, "brief": draw.choice([None, 0.5, 0.25])}
+    return group
+
+
+def random_update(draw: random.Random) -> UpdateMetrics:
+    numbers = {
+        name: draw.uniform(0.0, 1e-3)
+        for name, kind in UpdateMetrics.__annotations__.items()
+        if kind in (float, "float")
+    }
+    counts = {name: draw.randint(0, 9) for name in ("updates", "skipped", "stopped_early")}
+    return UpdateMetrics(**numbers, **counts, trained_tokens=draw.randint(1, 999))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_every_number_is_as_defined(tmp_path: Path, seed: int) -> None:
+    draw = random.Random(seed)
+    rng = np.random.default_rng(seed)
+    config = Config()
+    config.sampling.group_size = 4
+    config.trainer.keep_groups_mb = 1
+    config.trainer.audit = True
+    drops = Drops()
+    metrics = Metrics("trainer")
+    said = io.StringIO()
+    totals = Counter[str]()
+    before = {"lost": Counter[str](), "refused": 0}
+    with Recorder(tmp_path, config, Console(file=said)) as recorder:
+        log = RunLog(
+            config,
+            recorder,
+            TrainerMetrics(metrics),
+            clock=StageClock(),
+            step=0,
+            measured=lambda step: {"mine": step / 8},
+            gpus=lambda: 3,
+            collecting_cpu=time.thread_time,
+            verdicts=Verdicts(seed != 3 or None),
+            drops=drops,
+        )
+        with log.training(0, STEPS):
+            page = shown(metrics)
+            assert (page["trainer_step"], page["trainer_total_steps"]) == (0, STEPS)
+            for step in range(1, STEPS + 1):
+                fresh = [random_group(draw, rng, step, n) for n in range(draw.randint(1, 4))]
+                reused = [random_group(draw, rng, step, n + 5) for n in range(draw.randint(0, 2))]
+                items = [TrainingGroup(group, draw.random()) for group in fresh]
+                items += [TrainingGroup(group, draw.random(), reused=True) for group in reused]
+                batch = Batch.of(items, config, step - 1)
+                answers = [answer for group in fresh + reused for answer in group.completions]
+                batch.advantages = [
+                    rng.normal(size=len(answer.token_ids)).astype(np.float32) for answer in answers
+                ]
+                update = PolicyUpdate(random_update(draw), [each.logprobs - 1 for each in answers])
+                lost = [random_group(draw, rng, step, n + 7) for n in range(draw.randint(0, 2))]
+                reason = draw.choice(["stale", "episode"])
+                drops.add(lost, reason, "why")
+                drops.lost_episodes.update(draw.choices(["died", "timeout"], k=draw.randint(0, 3)))
+                drops.refused_calls += draw.randint(0, 2)
+
+                record = log.step(step, batch, update, None, weights_checksum=f"sum {step}")
+                equal = [
+                    group
+                    for group in fresh + reused
+                    if len({answer.reward for answer in group.completions}) == 1
+                ]
+                solved = sum(group.completions[0].reward == 1 for group in equal)
+                ages = [
+                    step - 1 - answer.weight_version
+                    for group in fresh
+                    for answer in group.completions
+                ]
+                brief = [
+                    score for each in answers if (score := each.components["brief"]) is not None
+                ]
+                scores = {"math": fmean(each.reward for each in answers)}
+                if brief:
+                    scores["brief"] = fmean(brief)
+                expected = {
+                    "step": step,
+                    "reward": fmean(each.reward for each in answers),
+                    "accuracy": fmean(each.correct for each in answers),
+                    "zero_variance_groups": len(equal),
+                    "solved_groups": solved,
+                    "failed_groups": len(equal) - solved,
+                    "reused_groups": len(reused),
+                    "staleness": fmean(ages),
+                    "completion_tokens": fmean(len(each.token_ids) for each in answers),
+                    "truncated": fmean(each.finish_reason == "length" for each in answers),
+                    "unparsable": fmean(each.status == "unparsable" for each in answers),
+                    "gpus": 3,
+                    "verified": True,
+                    "rewards": pytest.approx(scores),
+                    "logged": {"mine": step / 8},
+                    "dropped": dict(drops.counts),
+                    "lost_episodes": dict(drops.lost_episodes - before["lost"]),
+                    "refused_calls": drops.refused_calls - before["refused"],
+                    "critic": None,
+                    "weights_checksum": f"sum {step}",
+                }
+                for name, value in expected.items():
+                    exact = isinstance(value, str | dict | bool | None) or name == "rewards"
+                    assert record[name] == (value if exact else pytest.approx(value)), name
+                assert record["update"]["loss"] == update.metrics.loss
+                before = {"lost": drops.lost_episodes.copy(), "refused": drops.refused_calls}
+
+                totals["trainer_trained_tokens_total"] += update.metrics.trained_tokens
+                totals["trainer_updates_total applied"] += update.metrics.updates
+                totals["trainer_updates_total skipped"] += update.metrics.skipped
+                totals["trainer_early_stops_total"] += update.metrics.stopped_early
+                totals["trainer_groups_total fresh"] += len(fresh)
+                totals["trainer_groups_total reused"] += len(reused)
+                totals["trainer_step_duration_seconds_count"] += 1
+                if lost:
+                    totals[f"trainer_dropped_groups_total {reason}"] += len(lost)
+                page = shown(metrics)
+                assert {name: page[name] for name in totals} == totals
+                assert page["trainer_reward"] == pytest.approx(expected["reward"])
+                assert page["trainer_step"] == step
+                log._groups.flush()
+                kept = read_trained(tmp_path, step)
+                assert [item.group.id for item in kept] == [group.id for group in fresh + reused]
+                for name in ("token_ids", "logprobs"):
+                    rows = [getattr(each, name) for item in kept for each in item.group.completions]
+                    were = [getattr(each, name) for each in answers]
+                    assert all(np.array_equal(*pair) for pair in zip(rows, were, strict=True))
+                assert [item.weight for item in kept] == [item.weight for item in items]
+                assert [item.reused for item in kept] == [item.reused for item in items]
+                for name, columns in (
+                    ("advantages", batch.advantages),
+                    ("logprobs", update.logprobs),
+                ):
+                    rows = [row for item in kept for row in getattr(item, name)]
+                    assert all(np.array_equal(*pair) for pair in zip(rows, columns, strict=True))
+
+        answer = Answer("p", "problem", "1", "1", True, 1.0)
+        log.evaluation(Evaluation(STEPS, 0.5, 0.125, 1, 0.75, 8, [answer]))
+        page = shown(metrics)
+        assert page["trainer_evaluation_accuracy_ratio"] == 0.5
+        assert page["trainer_evaluation_standard_error_ratio"] == 0.125
+        assert page["trainer_evaluation_pass_ratio 8"] == 0.75
+        log.report(tmp_path / "step_3")
+    lines = read_lines(tmp_path / "metrics.jsonl")
+    assert [line["step"] for line in lines] == [1, 2, 3]
+    assert "step_3" in said.getvalue()
