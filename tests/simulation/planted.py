@@ -281,6 +281,9 @@ _FLEET = {
     "an agent that has never heard the trainer lists its engine": Bug(
         "services/rollout/first_node.py", "self._follower.is_trainer_silent\n", "False\n"
     ),
+    "an engine starts while the router lists it": Bug(
+        "services/rollout/first_node.py", "        await self._remove_before_start()\n", ""
+    ),
     "an engine starts from damaged weights": Bug(
         "services/rollout/first_node.py",
         "if self._store.hold(path) and await self._store.verify(manifest, path):",

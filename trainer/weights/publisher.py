@@ -86,7 +86,7 @@ class Publisher:
             version,
             size / 1e6,
             seconds,
-            size / seconds / 1e6,
+            size / max(seconds, 1e-6) / 1e6,
             transport,
         )
 
