@@ -86,6 +86,9 @@ def asked(
                 found.append({each.name: each for each in answer})
             if where is not None:
                 where.update(await made.where())
+            clients = [each.client for each in made._targets.values()]
+            clients += [each.engine for each in made._targets.values() if each.engine]
+        assert all(client.http.is_closed for client in clients)
         return found
 
     return asyncio.run(ask())
