@@ -379,8 +379,9 @@ def test_of_a_long_log_the_whole_lines_at_its_end_are_read(
 def test_an_error_leaves_the_block_with_the_line_that_names_the_file(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", 3)
     write(run / "attempts.jsonl", [{"time": time.time(), "run_id": "group-1", "step": 0}])
-    with RunLock(run, "group-1"), pytest.raises(ServiceError) as raised, diagnosed(run, Config()):
+    with RunLock(run, "group-1"):
         assert read_facts(run).lives
+    with RunLock(run, "group-1"), pytest.raises(ServiceError) as raised, diagnosed(run, Config()):
         raise ServiceError("something", remedy="do this")
     line = "The run ended with an error: something"
     assert raised.value.__notes__ == [f"diagnosis: {line} ({run / 'diagnosis.txt'})"]
