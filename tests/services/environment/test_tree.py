@@ -114,7 +114,7 @@ def test_every_sampled_token_is_trained_once_and_after_what_was_before_it() -> N
             assert sequence.mask.tolist() == [int(each is not None) for each in own]
             assert sequence.logprobs.tolist() == [each[1] if each else 0.0 for each in own]
             assert sequence.finish_reason == leaf.sampled.finish_reason
-            covered = []
+            covered: list[int] = []
             for version, begin, end in sequence.weight_versions:
                 covered += range(begin, end)
                 for at in range(begin, end):
