@@ -51,7 +51,7 @@ help:
 	@echo 'make gpu-bundle      packs that check for a machine without a network; INSTALLED=its pip list [GPU_PYTHON=3.12]'
 	@echo 'make bench-trl       speed and learning beside TRL, which it installs in $(TRL); about twelve minutes'
 	@echo 'make audit           the pinned dependencies against public advisories; needs the internet'
-	@echo 'make chaos           the job group while processes are killed, stopped and cut off, and programs that catch every error [CHAOS_SEEDS=0,1,2]; half an hour'
+	@echo 'make chaos           the job group while processes are killed, stopped and cut off, and programs that catch every error [CHAOS_SEEDS=0,1,2]; a quarter of an hour'
 	@echo 'make soak            the job group for a long time: does anything grow? [SOAK_MINUTES=30]'
 	@echo 'make mutants         which changes of a room do its tests notice? ROOM=trainer/observe [N=40] [SEED=0] [TESTS=tests/trainer] [SLOW=1]'
 	@echo 'make clean           remove environments, caches and runs'
@@ -103,8 +103,9 @@ types: $(VENV)/.made
 	$(VENV)/bin/lint-imports
 
 # A file's tests share their fixtures, so a file stays in one process. Many tests wait: four processes keep two cores busy.
-# Test subprocesses read compiled modules, so bytecode must be written.
-PYTEST = PYTHONDONTWRITEBYTECODE= OMP_WAIT_POLICY=passive OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
+# Test subprocesses read compiled modules, so bytecode must be written. Without the limit of restarts, xdist would repeat a file
+# whose worker has ended for ever.
+PYTEST = PYTHONDONTWRITEBYTECODE= OMP_WAIT_POLICY=passive OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 
 # mypy uses one core, and runs beside the tests.
 check: style $(BASE)/config.json
@@ -120,6 +121,8 @@ test: style $(BASE)/config.json
 
 suite: $(BASE)/config.json
 	$(PYTEST) -m 'not slow'
+
+test-slow test-long: PYTEST += --timeout 900 -o faulthandler_timeout=950
 
 test-slow: $(BASE)/config.json
 	$(PYTEST) -m 'slow and not long'
@@ -216,7 +219,7 @@ audit: $(AUDIT)/.made
 
 chaos: $(VENV)/.made $(BASE)/config.json
 	@mkdir -p runs
-	OMP_WAIT_POLICY=passive OMP_NUM_THREADS=1 $(VENV)/bin/python -m tests.chaos.run --seeds $(CHAOS_SEEDS) --json runs/chaos.json
+	$(PYTEST) -n 0 tests/chaos/test_run.py tests/chaos/test_preemption.py
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m tests.chaos.episodes.run --seeds $(CHAOS_SEEDS) --json runs/chaos-episodes.json
 
 soak: $(VENV)/.made $(BASE)/config.json

@@ -4,8 +4,7 @@ import signal
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 from tests.chaos.faults import Fault
 from tests.chaos.group import Group
@@ -33,10 +32,6 @@ class Injected:
         """Returns the seconds from the fault to the end of the next training step; None if there
         was none."""
         return min((when - self.at for when, _ in group.step_times if when > self.at), default=None)
-
-    def as_json(self, group: Group) -> dict[str, Any]:
-        measured = {"at_step": self.at_step, "cut": self.cut, "healthy_s": self.healthy_s}
-        return {**asdict(self.fault), **measured, "next_step_s": self.next_step_s(group)}
 
 
 def inject(group: Group, faults: Sequence[Fault], limit_s: float) -> list[Injected]:

@@ -18,7 +18,7 @@ from tests.support.environments.agent_environments import python_of
 from tests.support.environments.environments import request_for, served
 from tests.support.models.trap_models import letters
 from tests.support.paths import ROOT
-from trainer.backends.in_process import Problems
+from trainer.observe.problems import Problems
 from trainer.observe.run_dir import read_lines
 from trainer.start.in_process import train_in_process
 

@@ -5,6 +5,8 @@ import tempfile
 from contextlib import ExitStack
 from pathlib import Path
 
+from fastapi.dependencies import models
+
 from tests.simulation.virtual_time import simulated
 from tests.simulation.world import World
 
@@ -34,3 +36,13 @@ def simulate(seed: int, directory: Path) -> World:
             return run
     finally:
         logging.disable(disabled)
+        _forget_routes()
+
+
+def _forget_routes() -> None:
+    """Empties FastAPI's caches, which keep the routes of thousands of ended services, and with
+    them all their data.
+    """
+    for cached in vars(models).values():
+        if hasattr(cached, "cache_clear"):
+            cached.cache_clear()

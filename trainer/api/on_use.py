@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from trainer.api.callbacks import Callbacks as Callbacks
     from trainer.api.callbacks import CheckpointLinks as CheckpointLinks
     from trainer.api.evaluator import ModelEvaluator as ModelEvaluator
-    from trainer.backends.in_process import Problems as Problems
     from trainer.policy.checkpoint import newest as newest
     from trainer.policy.scorer import context_length as context_length
     from trainer.policy.scorer import is_adapter as is_adapter
@@ -28,7 +27,6 @@ _HOME = {
     "Callbacks": "trainer.api.callbacks",
     "CheckpointLinks": "trainer.api.callbacks",
     "ModelEvaluator": "trainer.api.evaluator",
-    "Problems": "trainer.backends.in_process",
     "newest": "trainer.policy.checkpoint",
     "context_length": "trainer.policy.scorer",
     "is_adapter": "trainer.policy.scorer",

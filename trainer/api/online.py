@@ -37,18 +37,17 @@ from trainer.api.episodes import (
 from trainer.api.hub import push, write_card
 from trainer.api.objects import CallerModel, optimizer_settings
 from trainer.api.output import check_newest, check_output, remove_run
-from trainer.api.refusals import Names, Refusals, with_names
+from trainer.api.refusals import Given, Names, Refusals, with_names
 from trainer.api.settings import TrainerConfig
 from trainer.api.trial import try_functions
 from trainer.evaluation.results import EvaluationResults
+from trainer.observe.problems import Problems
 from trainer.observe.run_dir import console, read_lines, read_settings
 from trainer.policy.export import MODEL_FILES, export
 from trainer.trackers.base import Numbers
 
 if TYPE_CHECKING:
     from transformers.trainer_callback import TrainerState
-
-    from trainer.backends.in_process import Problems
 
 # Content of a checkpoint besides the model.
 _NOT_THE_MODEL = ("trainer_state.json", "state", "critic", "reference")
@@ -115,6 +114,9 @@ class OnlineRLTrainer:
     """What a subclass has refused already."""
     _arguments: ClassVar[Names] = MappingProxyType({})
     """A subclass's own names of the arguments below, for errors."""
+    described: Given | None = None
+    """The settings of data that `train_dataset` and `eval_dataset` were loaded with, if
+    `reward.functions` is the reward function, too: such a run can be forked. None for objects."""
     _is_made = False
     _began = False
 
@@ -174,7 +176,7 @@ class OnlineRLTrainer:
 
         with refusals.collected():
             self.reward_funcs = reward_fn
-        self._problems = on_use.Problems([], [])
+        self._problems = Problems([], [])
         with refusals.collected():
             self.train_dataset = train_dataset
         with refusals.collected():
@@ -365,8 +367,14 @@ class OnlineRLTrainer:
             self.output_dir,
             rounds=rounds,
             engine=self._engine,
+            data=self.described or {},
         )
-        settings.reward = settings.reward.for_objects(self._weights)
+        problems: Problems | None = None
+        rewards: Sequence[Any] | None = None
+        if self.described is None:
+            problems = self._problems
+            rewards = self._tried
+            settings.reward = settings.reward.for_objects(self._weights)
         environment = self._environment
         # Without get_reward, the reward functions grade episodes, inside the environment-server.
         if environment is not None and not environment.has_reward:
@@ -378,8 +386,8 @@ class OnlineRLTrainer:
                 self._checkpoint = on_use.train_in_process(
                     settings,
                     console() if self.config.verbose else Console(quiet=True),
-                    problems=self._problems,
-                    rewards=self._tried,
+                    problems=problems,
+                    rewards=rewards,
                     listener=self._callbacks,
                     engine=self._engine,
                     environment=environment,
@@ -661,7 +669,7 @@ def _check_length(dataset: Any, config: TrainerConfig) -> None:
         )
 
 
-def _check_together(config: TrainerConfig, problems: "Problems", refusals: Refusals) -> None:
+def _check_together(config: TrainerConfig, problems: Problems, refusals: Refusals) -> None:
     """Adds what does not fit between settings, data and machine to `refusals`."""
     with refusals.collected():
         if config.use_gpu:

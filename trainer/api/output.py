@@ -24,6 +24,11 @@ _CONTENT = (
     "samples.jsonl",
     "attempts.jsonl",
     "extras.jsonl",
+    "audit.jsonl",
+    "given_problems.json",
+    "regrade.jsonl",
+    "why.json",
+    "fork.json",
 )
 
 

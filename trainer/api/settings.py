@@ -396,8 +396,10 @@ class TrainerConfig(ArgumentsOfOneProcess, BaseModel):
         problems: int,
         held_out: int,
         output_dir: Path,
+        *,
         rounds: int = 1,
         engine: str | Sequence[str] = "embedded",
+        data: Given = MappingProxyType({}),
     ) -> Config:
         """Returns the system's configuration of a run.
 
@@ -407,6 +409,7 @@ class TrainerConfig(ArgumentsOfOneProcess, BaseModel):
             rounds: number of calls of `train`, including this one; each adds the steps of a whole
                 run.
             engine: as returned by `choose_engine`.
+            data: settings of the data set, where they describe the problems.
 
         Raises ConfigError when `settings` are invalid.
         """
@@ -435,7 +438,7 @@ class TrainerConfig(ArgumentsOfOneProcess, BaseModel):
         elif engine != "embedded":
             mapped["rollout.device"] = "auto"  # a server has its own, which is not known here
         try:
-            return from_mapping(mapped | self.settings)
+            return from_mapping(mapped | self.settings | dict(data))
         except ConfigError as error:
             error.message = f"the settings do not fit together: {error.message}"
             raise

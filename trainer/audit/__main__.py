@@ -5,10 +5,8 @@ rewards, advantages, gradients and weights.
 import os
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -17,6 +15,7 @@ from common.process import watchdog
 from common.process.cli import CommandParser, positive, run
 from common.process.storage import storing
 from trainer.audit.comparison import STAGES, StageOutcome
+from trainer.audit.waits import waits_told
 from trainer.observe.run_dir import check_run
 from trainer.tinker.settings import RECORDED
 
@@ -37,7 +36,6 @@ exit status: 0 when nothing differs, 1 when a stage differs, 2 when the record i
 _RANK = "RLHF_REPLAY_RANK"
 """Set in the processes that replay a run of several ranks."""
 _LOOK_EVERY_S = 0.1
-_SAY_EVERY_S = 10.0
 _STAGES_BY_WORD = {stage.replace(" ", "-"): stage for stage in STAGES}
 """Stages by their names on the command line."""
 
@@ -124,7 +122,7 @@ def main(argv: list[str] | None = None) -> None:
     is_one_of_several = _RANK in os.environ
     check_run(arguments.run_dir)
 
-    with _waits_told():
+    with waits_told():
         from trainer.audit.replay import StepReplay  # torch: slow to import
 
         watchdog.at("reading the record")
@@ -148,7 +146,7 @@ def main(argv: list[str] | None = None) -> None:
     import torch
 
     torch.set_num_threads(setup.threads)
-    with _waits_told():
+    with waits_told():
         watchdog.at(f"waiting for {setup.world_size} ranks to join")
         with replay.ranks() as rank:
             outcomes = replay.run(rank)
@@ -163,39 +161,13 @@ def main(argv: list[str] | None = None) -> None:
 
 def _audit_tinker(directory: Path, words: Sequence[str]) -> int:
     """Executes again what a Tinker server has computed, on as many ranks; returns the status."""
-    with _waits_told():
+    with waits_told():
         from trainer.audit.tinker import audit_tinker, recorded_setup  # torch: slow to import
 
         setup = recorded_setup(directory)
         if setup.world_size == 1 or _RANK in os.environ:
             return audit_tinker(directory)
     return _run_ranks(setup.world_size, setup.threads, words)
-
-
-@contextmanager
-def _waits_told() -> Iterator[None]:
-    """Prints to standard error, again and again until the end of the block, what rank 0 is at: on
-    a busy machine the libraries alone take minutes.
-    """
-    if os.environ.get("RANK", "0") != "0":
-        yield
-        return
-    ended = threading.Event()
-    begun = time.monotonic()
-
-    def tell() -> None:
-        while not ended.wait(_SAY_EVERY_S):
-            at = watchdog.place()
-            seconds = time.monotonic() - begun
-            print(f"… after {seconds:.0f} s: {at[0] if at else 'ending'}", file=sys.stderr)
-
-    with watchdog.stalls():
-        watchdog.at("loading the libraries")
-        threading.Thread(target=tell, daemon=True).start()
-        try:
-            yield
-        finally:
-            ended.set()
 
 
 def _print_outcome(outcome: StageOutcome) -> None:

@@ -2,7 +2,6 @@
 check against the published weights.
 """
 
-import os
 import random
 import subprocess
 import sys
@@ -105,9 +104,7 @@ def _executed(run_dir: Path, step: int, more: Sequence[str]) -> ExecutedStep:
     with TemporaryDirectory(prefix="rlhf-certify-") as folder:
         path = Path(folder) / "outcomes.json"
         words = [str(run_dir), "--step", str(step), "--json", str(path), *more]
-        environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-        command = [sys.executable, "-m", "trainer.audit", *words]
-        subprocess.run(command, env=environment, check=False)
+        subprocess.run([sys.executable, "-m", "trainer.audit", *words], check=False)
         if not path.exists():
             raise ConfigError(
                 f"step {step} cannot be executed again, for the reason above",

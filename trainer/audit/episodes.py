@@ -52,9 +52,8 @@ def play_again(
     reason = ""
     if "environment" in recorded.start.given:
         reason = "the caller of the Python API gave the environment"
-    elif "prompts" in recorded.start.given:
-        given = "the caller of the Python API gave the prompts"
-        reason = f"{given}, whose columns the environment reads"
+    elif not rows:
+        reason = "the prompts, whose columns the environment reads, were not kept"
     elif needs_gateway(config.environment):
         reason = f"programs play the episodes ({config.environment.name})"
     runner = None

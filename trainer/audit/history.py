@@ -5,6 +5,7 @@ from pathlib import Path
 
 from common import Json
 from common.errors import ConfigError
+from common.process import watchdog
 from common.settings.config import Config
 from learning.ranks import Ranks
 from trainer.algorithms.batch import Batch
@@ -100,6 +101,7 @@ class WeightHistory:
 
     def load(self) -> None:
         """Loads the models. A collective. Raises ConfigError when they cannot be loaded."""
+        watchdog.at(f"loading {self.origin}")
         if self.saved is None:
             self.policy = Policy(self._config, self._ranks)
         else:
@@ -161,5 +163,6 @@ def models_after(record: AuditRecord, run_dir: Path, config: Config, step: int) 
     history = WeightHistory(record, run_dir, config, Ranks.alone(config), first=step)
     history.load()
     while history.policy.step < step:
+        watchdog.at(f"executing step {history.policy.step + 1} again")
         history.advance()
     return history

@@ -9,30 +9,36 @@ from services.data.loaders import load_split
 from services.data.stream import permutation
 from trainer.audit.comparison import StageOutcome
 from trainer.audit.recorded import RecordedStep
+from trainer.observe.problems import kept_problems
+from trainer.observe.run_dir import PROBLEMS
 from trainer.policy.scorer import load_tokenizer
 
 
 def load_rows(recorded: RecordedStep, config: Config) -> dict[str, Prompt]:
-    """Returns the rows of the training split by id, in their order; none when the caller of the
-    Python API gave them. Raises ConfigError when the data set does not load.
+    """Returns the rows of the training split by id, in their order; none when a program gave them
+    and an earlier version did not keep them. Raises ConfigError when the data set does not load.
     """
     if "prompts" in recorded.start.given:
-        return {}
-    return {row.id: row for row in load_split(config.data, "train", config.seed)}
+        assert config.trainer.run_dir is not None, "`config_of` sets it"
+        kept = kept_problems(config.trainer.run_dir)
+        rows = kept.train if kept else []
+    else:
+        rows = load_split(config.data, "train", config.seed)
+    return {row.id: row for row in rows}
 
 
 def compare_prompts(
     recorded: RecordedStep, config: Config, rows: Mapping[str, Prompt]
 ) -> StageOutcome:
     """Compares the prompts of a step with the rows of the data set at their positions."""
-    if "prompts" in recorded.start.given:
-        reason = "the caller of the Python API gave the prompts, which the run does not keep"
-        return StageOutcome("prompts", "not compared", reason)
-
     ids = list(rows)
+    if not ids:
+        return StageOutcome("prompts", "not compared", "a program gave them; they were not kept")
+
     prompter = Prompter(load_tokenizer(config.model), PromptStyle.of(config), [])
     has_order = config.data.curriculum == "none"
-    detail = f"{len(recorded.fresh)} prompts of {config.data.source}: rows"
+    source = PROBLEMS if "prompts" in recorded.start.given else config.data.source
+    detail = f"{len(recorded.fresh)} prompts of {source}: rows"
     detail += ", order and tokens" if has_order else " and tokens (a curriculum chose the order)"
     for group in recorded.fresh:
         drawn = ""

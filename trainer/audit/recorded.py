@@ -103,5 +103,5 @@ def config_of(start: AuditedStart, run_dir: Path, device: str = "") -> Config:
             f"this version cannot read the settings of the run: {reason.message}",
             field=reason.field,
             value=reason.value,
-            remedy=f"replay the run with the version that made it (rlhf-math {made_by})",
+            remedy=f"use the version that made it (rlhf-math {made_by})",
         ) from None

@@ -146,7 +146,6 @@ class StepReplay:
         history = WeightHistory(self._record, self.run_dir, self._config, self._ranks, first=first)
         changed = history.changed_file()
         if not changed:
-            watchdog.at(f"loading {history.origin}")
             history.load()
             return history
         outcome = StageOutcome(

@@ -52,7 +52,7 @@ class Backend(ABC):
     console: Console
     """For progress and results."""
     given: Sequence[Given] = ()
-    """What the caller gave in the place of settings, which the run does not keep."""
+    """What the caller gave in the place of settings."""
     data = ""
     """Where the prompts come from; empty: from `data.source`."""
 

@@ -22,7 +22,6 @@ from common.clients.rollout import RolloutClient
 from common.errors import ConfigError
 from common.process.security import tls
 from common.settings.config import Config
-from common.wire.schemas import Prompt
 from learning.device import choose_device
 from services.data.app import create_data_app
 from services.data.loaders import load_split
@@ -42,6 +41,7 @@ from services.rollout.engine_client import EngineClient
 from trainer.backends.backend import Backend, BackendContext
 from trainer.backends.engines import DirectPublisher, OwnEngineClient, OwnSGLang, ServersClient
 from trainer.observe.audit import Given
+from trainer.observe.problems import Problems, keep_problems
 from trainer.policy.scorer import stop_token_ids
 from trainer.rollouts.services import Services
 from trainer.weights.adapters import AdapterPublisher
@@ -52,15 +52,6 @@ _SETTINGS = {"--model-path": "model.name", "--max-context-tokens": "rollout.max_
 """The settings for the options of an engine that is a process."""
 _C = TypeVar("_C", bound=Client)
 WrapApp = Callable[[FastAPI], httpx.AsyncBaseTransport]
-
-
-@dataclass(frozen=True)
-class Problems:
-    """The caller's data, in place of `config.data`."""
-
-    train: list[Prompt]
-    held_out: list[Prompt]
-    """Empty when there is no evaluation (`evaluation.samples` 0)."""
 
 
 @dataclass
@@ -99,6 +90,8 @@ class InProcessBackend(Backend):
                 value=self.engine,
                 remedy="use embedded or sglang, or set reproducible false",
             )
+        if self.problems is not None and context.config.trainer.audit:
+            keep_problems(context.run_dir, self.problems)
         publisher = DirectPublisher(context)
         embedded = None
         if self.engine == "embedded":
@@ -211,10 +204,13 @@ class InProcessBackend(Backend):
         """Starts the services' apps and returns a client for each."""
         config = context.config
         max_body_bytes = config.max_body_mb << 20
-        problems = self.problems or Problems(
-            load_split(config.data, "train", config.seed),
-            load_split(config.data, "eval", config.seed),
-        )
+        problems = self.problems
+        if problems is None:
+            train = load_split(config.data, "train", config.seed)
+            # A data set that nothing evaluates on need not have such a split.
+            is_evaluated = config.evaluation.samples > 0
+            held_out = load_split(config.data, "eval", config.seed) if is_evaluated else []
+            problems = Problems(train, held_out)
         data = create_data_app(config, problems.train, problems.held_out)
         reward = create_reward_app(config.reward, max_body_bytes, self.rewards)
         replay = create_replay_app(config.replay, config.state_dir, max_body_bytes)

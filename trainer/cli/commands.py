@@ -5,7 +5,6 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, get_args
 
 from pydantic.fields import FieldInfo
@@ -13,13 +12,9 @@ from pydantic.fields import FieldInfo
 from common import Json
 from common.errors import ConfigError, ServiceError
 from common.process.cli import CommandParser
-from common.prompts.templates import check_prompts
-from common.settings.config import from_mapping, names
-from common.settings.sections import DataSection
+from common.settings.config import names
 from common.settings.sources import read_text
-from common.wire.schemas import Prompt
-from services.data.loaders import loader_of
-from trainer.api.refusals import Given, Names, with_names
+from trainer.api.refusals import Names, with_names
 
 # An item of `TrainerConfig.settings`, which is an argument of `--set`.
 _SETTING = re.compile(r'settings\["(.+)"\]')
@@ -95,36 +90,6 @@ def setting(text: str) -> tuple[str, Any]:
         return name, read_text(known, value, name)
     except ConfigError as error:
         raise argparse.ArgumentTypeError(f"{error.message}: {error.remedy}") from None
-
-
-def problems(
-    data: DataSection,
-    split: str,
-    num_samples: int | None,
-    *,
-    seed: int = 0,
-    shuffle: bool = False,
-) -> list[Prompt]:
-    """Loads problems of the data set named in a command.
-
-    Args:
-        data: source and other settings of the data set.
-        split: split of the data set.
-        num_samples: exact number of problems; None: all.
-        seed, shuffle: passed to the loader.
-
-    Raises ConfigError when the data set does not load.
-    """
-    found = loader_of(data).load(split, num_samples, seed=seed, shuffle=shuffle)
-    check_prompts(data.prompt_template, found)
-    return found
-
-
-def data_section(source: str, settings: Given = MappingProxyType({})) -> DataSection:
-    """Returns the settings of a data set. Raises ConfigError for settings that are wrong or not
-    read by `source`.
-    """
-    return from_mapping({"data.source": source, **settings}).data
 
 
 @contextmanager

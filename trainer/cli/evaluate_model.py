@@ -16,9 +16,11 @@ from common.models.hub import check_model
 from common.process.cli import CommandParser, positive, run
 from common.process.imports import heavy_imports
 from common.process.topology import refuse_cpu_build
+from common.prompts.templates import check_prompts
 from common.settings.config import from_mapping
 from common.settings.sections import DataSection
-from trainer.cli.commands import DATASETS, add_settings, argument_names, data_section, problems
+from services.data.loaders import loader_of
+from trainer.cli.commands import DATASETS, add_settings, argument_names
 
 if TYPE_CHECKING:
     from trainer.evaluation.results import EvaluationResults
@@ -178,7 +180,8 @@ def _compare(arguments: Namespace) -> None:
         )
     data = _read_settings(arguments)
     _check_models(arguments)
-    found = problems(data, arguments.split, arguments.num_samples)
+    found = loader_of(data).load(arguments.split, arguments.num_samples)
+    check_prompts(data.prompt_template, found)
     dataset = found if arguments.num_samples else found[:_AT_MOST]
     if len(dataset) < len(found):
         told = f"the first {len(dataset)} of {len(found)} held-out problems"
@@ -266,7 +269,7 @@ def _read_settings(arguments: Namespace) -> DataSection:
         (data if name.startswith("data.") else settings)[name] = value
     temperature = {"sampling.temperature": arguments.temperature}
     from_mapping({"rollout.engine": "embedded", **settings, **temperature})
-    section = data_section(arguments.dataset, data)
+    section = from_mapping({"data.source": arguments.dataset, **data}).data
     if section.prompt_template:
         settings["data.prompt_template"] = section.prompt_template
     arguments.settings = settings

@@ -12,6 +12,8 @@ from common.process.cli import CommandParser, count, positive, run
 from common.process.imports import heavy_imports
 from common.process.storage import make_directory
 from common.process.topology import refuse_cpu_build
+from common.settings.config import from_mapping
+from services.data.loaders import load_split
 from trainer.api.output import check_output
 from trainer.api.refusals import Given
 from trainer.api.settings import TrainerConfig
@@ -20,8 +22,6 @@ from trainer.cli.commands import (
     add_fields,
     add_settings,
     argument_names,
-    data_section,
-    problems,
 )
 from trainer.trackers.thread import exit_despite_hung_tracker
 
@@ -131,7 +131,7 @@ def _train(arguments: Namespace) -> None:
     settings: Json = {}
     data_settings: Json = {}
     for name, value in dict(arguments.set).items():
-        # The data is loaded here; only the curriculum and the template belong to the run.
+        # What `described` holds; the trainer itself reads the curriculum and the template.
         is_data = name.startswith("data.") and name != "data.curriculum"
         (data_settings if is_data else settings)[name] = value
     if "data.prompt_template" in data_settings:
@@ -148,7 +148,9 @@ def _train(arguments: Namespace) -> None:
         )
     save_to = arguments.save_to
     config = TrainerConfig(**fields)
-    data = data_section(arguments.dataset, data_settings)
+    described = {"data.source": arguments.dataset, "data.num_samples": arguments.num_samples}
+    described |= data_settings
+    data = from_mapping(described).data
     if config.output_dir is not None:
         check_output(config.output_dir, arguments.resume or config.overwrite_output_dir)
     if save_to is not None:
@@ -158,10 +160,10 @@ def _train(arguments: Namespace) -> None:
         check_model(config.ref_model_name_or_path, "ref_model_name_or_path", needs_weights=True)
     if config.use_gpu:
         refuse_cpu_build("use_gpu", True, "leave it out to train on the CPU")
-    train = problems(data, data.train_split, arguments.num_samples, seed=config.seed, shuffle=True)
+    train = load_split(data, "train", config.seed)
     config.check_steps(len(train))
     held_out = arguments.eval_samples
-    test = problems(data, data.eval_split, None)[:held_out] if held_out > 0 else None
+    test = load_split(data, "eval", config.seed)[:held_out] if held_out > 0 else None
 
     if config.verbose:
         print(
@@ -174,6 +176,7 @@ def _train(arguments: Namespace) -> None:
 
     with closing(MathRewardFunction()) as reward:
         trainer = OnlineRLTrainer(config, reward, train, test)
+        trainer.described = described
         trainer.train(resume_from_checkpoint=arguments.resume)
     saved = trainer.save_model(save_to or trainer.output_dir / "final")
     print(f"model:      {saved}")

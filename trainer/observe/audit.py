@@ -82,7 +82,8 @@ class AuditedStart(msgspec.Struct, kw_only=True, tag_field="kind", tag="start"):
     engine: str
     """`embedded` or `sglang`."""
     given: list[Given]
-    """What the caller of the Python API gave in the place of settings; none of it is kept."""
+    """What the caller of the Python API gave in the place of settings. The prompts are kept
+    (`trainer.observe.problems`); rewards and environment, which are objects, are not."""
 
 
 class AuditedStep(msgspec.Struct, kw_only=True, tag_field="kind", tag="step"):

@@ -50,6 +50,8 @@ ATTEMPTS = "attempts.jsonl"
 AUDIT = "audit.jsonl"
 WHY = "why.json"
 """What `rlhf why` found last."""
+PROBLEMS = "given_problems.json"
+"""What a program gave to train and to evaluate on (`trainer.observe.problems`)."""
 # Settings that each run has its own value of, and that do not affect training.
 _OF_EACH_RUN = frozenset({"state_dir", "trainer.run_dir", "trackers.run_name"})
 DETAILS = frozenset(
@@ -420,6 +422,12 @@ def read_settings(run_dir: Path) -> Json:
         problem = "is missing" if is_missing else f"cannot be read: {error}"
         raise damaged(f"{path.name} {problem}", path) from None
     return content
+
+
+def reward_names(content: Json) -> list[str]:
+    """Returns the names of the reward functions in the content of a `config.json`."""
+    entries = content.get("reward", {}).get("functions", ["math"])
+    return [entry if isinstance(entry, str) else entry["name"] for entry in entries]
 
 
 def known_settings(run_dir: Path) -> Json:

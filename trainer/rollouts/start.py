@@ -50,7 +50,8 @@ async def set_back(
     if stats["added"] < trained:
         log.warning(
             "warning: the replay-buffer has stored %d groups since it was made, and this run "
-            "trained on %d: %s was removed or replaced; training continues%s",
+            "trained on %d: %s is that of a fork, or was removed or replaced; training "
+            "continues%s",
             stats["added"],
             trained,
             config.state_dir / "replay",

@@ -16,10 +16,11 @@ from learning.device import reproducible_numbers
 from learning.ranks import Ranks
 from services.environment.environments import Environment
 from services.reward.functions import RewardFunction
-from trainer.backends.in_process import InProcessBackend, Problems, WrapApp
+from trainer.backends.in_process import InProcessBackend, WrapApp
 from trainer.build import build_run
 from trainer.diagnosis.self_diagnosis import diagnosed
 from trainer.loop import train
+from trainer.observe.problems import Problems
 from trainer.observe.run_dir import console as standard_console
 from trainer.run import Listener
 

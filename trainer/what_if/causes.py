@@ -7,8 +7,8 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
-from statistics import fmean, median, quantiles
+from functools import lru_cache, partial
+from statistics import fmean, median
 from typing import NamedTuple
 
 from common.errors import ServiceError
@@ -18,15 +18,11 @@ from trainer.dashboard.tokens import TokenTexts
 from trainer.observe.group_files import GroupTexts
 from trainer.what_if.run_facts import RunFacts
 
-_BROKEN_LOGPROBS = 0.02
-"""Nats that trainer and engine differ by when their weights differ; rounding is far below."""
 _FACTOR = 3.0
 """A learning rate that grows by so much in a step was changed; a warm-up doubles it at most."""
-_OLD = 1.5
 _NO_CLIP = 10.0
 _MOST = 0.5
 """Share of groups that makes a trace one of the run rather than of some problems."""
-_CUT = 0.3
 _PAID = 0.8
 """How much more often a phrase is in answers above their group's mean than in the others."""
 _FEWEST = 8
@@ -65,16 +61,15 @@ class Trace(NamedTuple):
     groups: Sequence[Place] = ()
 
 
-def engine(facts: RunFacts) -> Trace | None:
-    """Engine and trainer disagree on the same weights."""
-    series = facts.series("update.delta_logprob_current")
-    if len(series) < 4:
+def high(facts: RunFacts, *, metric: str, bound: float) -> Trace | None:
+    """A number is at least `bound` from a step on, in most of the steps that have it. An alarm is 1
+    in the steps that have it.
+    """
+    since = facts.since(metric, bound)
+    values = [value for _, value in since]
+    if not values or median(values) < bound:
         return None
-    usual = quantiles([value for _, value in series], n=4)[0]
-    bad = {step: value for step, value in series if value > max(_BROKEN_LOGPROBS, 10 * usual)}
-    if not bad:
-        return None
-    return Trace(min(bad), (max(bad.values()), len(bad), usual))
+    return Trace(since[0][0], (len(values), fmean(values), max(values)))
 
 
 def template(facts: RunFacts) -> Trace | None:
@@ -107,12 +102,6 @@ def leak(facts: RunFacts) -> Trace | None:
     return _in_most_groups(facts, stated)
 
 
-def copies(facts: RunFacts) -> Trace | None:
-    """Several answers are equal that should not be."""
-    since = facts.since("alarm.copied_answers", 1.0)
-    return Trace(since[0][0]) if since else None
-
-
 def duplicates(facts: RunFacts) -> Trace | None:
     """The same problem has several ids."""
     problems: dict[str, dict[str, Place]] = defaultdict(dict)
@@ -124,9 +113,9 @@ def duplicates(facts: RunFacts) -> Trace | None:
     total = sum(map(len, problems.values()))
     if total < _FEWEST or len(problems) > _MOST * total:
         return None
-    ids = max(problems.values(), key=len)
-    places = list(ids.values())[:_SHOWN]
-    return Trace(places[0][0], (total, len(problems), ", ".join(list(ids)[:_SHOWN])), places)
+    most = list(max(problems.values(), key=len).items())[:_SHOWN]
+    names, places = zip(*most, strict=True)
+    return Trace(places[0][0], (total, len(problems), ", ".join(names)), places)
 
 
 def rate(facts: RunFacts) -> Trace | None:
@@ -155,12 +144,6 @@ def clip_bound(facts: RunFacts) -> Trace | None:
         if is_bound and high >= 1.0 and fraction == 0.0:
             return Trace(step, (high,))
     return None
-
-
-def stale(facts: RunFacts) -> Trace | None:
-    """The groups are old."""
-    since = facts.since("staleness", _OLD)
-    return Trace(since[0][0], (max(value for _, value in since),)) if since else None
 
 
 def phrase(facts: RunFacts) -> Trace | None:
@@ -237,22 +220,12 @@ def problem(facts: RunFacts) -> Trace | None:
     return Trace(places[0][0], (*evidence, found[0][1].prompt[:100]), places)
 
 
-def cut(facts: RunFacts) -> Trace | None:
-    """Answers end at the limit."""
-    since = facts.since("truncated", _CUT)
-    shares = [share for _, share in since]
-    if not shares or median(shares) < _CUT:
-        return None
-    first = since[0][0]
-    return Trace(first, (fmean(shares), facts.setting("sampling.max_new_tokens", first)))
-
-
 CAUSES: Sequence[tuple[str, Callable[[RunFacts], Trace | None], str, str]] = (
     (
         "engine",
-        engine,
-        "from step {step} on, in {1} steps, the engine's log-probabilities are up to {0:.2g} nats "
-        "off the trainer's, and {2:.1g} otherwise: it had other weights or numbers",
+        partial(high, metric="alarm.delta_logprob", bound=1.0),
+        "from step {step} on, {0} steps have the alarm delta_logprob: the log-probabilities of the "
+        "engine are not the trainer's, so it had other weights or numbers",
         "drop these steps (rlhf fork from the step before), and look at the engine's log",
     ),
     (
@@ -269,7 +242,7 @@ CAUSES: Sequence[tuple[str, Callable[[RunFacts], Trace | None], str, str]] = (
     ),
     (
         "duplicates",
-        copies,
+        partial(high, metric="alarm.copied_answers", bound=1.0),
         "step {step} has equal answers that are no coincidence: one seed for several",
         "see alarm copied_answers",
     ),
@@ -300,8 +273,8 @@ CAUSES: Sequence[tuple[str, Callable[[RunFacts], Trace | None], str, str]] = (
     ),
     (
         "stale groups",
-        stale,
-        "from step {step} on, the groups are up to {0:.1f} weight versions old on average",
+        partial(high, metric="staleness", bound=1.5),
+        "from step {step} on, the groups are up to {2:.1f} weight versions old on average",
         "lower trainer.max_staleness, or raise engine speed",
     ),
     (
@@ -320,8 +293,8 @@ CAUSES: Sequence[tuple[str, Callable[[RunFacts], Trace | None], str, str]] = (
     ),
     (
         "cut",
-        cut,
-        "from step {step} on, {0:.0%} of the answers are cut at {1} tokens",
+        partial(high, metric="truncated", bound=0.3),
+        "from step {step} on, {1:.0%} of the answers are cut at sampling.max_new_tokens",
         "raise sampling.max_new_tokens",
     ),
 )

@@ -12,6 +12,7 @@ from common import Json
 from common.errors import ConfigError
 from common.process.cli import CommandParser, positive, run
 from common.settings.sources import variable
+from trainer.audit.waits import waits_told
 from trainer.cli.commands import add_settings, run_parser
 from trainer.cli.compare import compare, evaluated
 from trainer.dashboard.runs import RunReader
@@ -22,20 +23,21 @@ _EPILOG = """\
 examples:
   rlhf fork runs/demo-seed0 --step 20 --set optimizer.learning_rate=1e-4
   rlhf fork runs/demo-seed0 --step 20 --set 'reward.functions=["my:Reward"]' --output runs/other
-  rlhf fork runs/own-data --step 20 --set data.map=my:without_one --max-steps 40
+  rlhf fork runs/own-data --step 20 --set data.map=my:without_one
+  rlhf fork runs/demo-seed0 --step 20 --set trainer.max_steps=30
   rlhf fork runs/on-cluster --step 50 --set algorithm.clip_high=0.28 --prepare
 
-The run must have been made with trainer.audit true. The fork trains in this process, with the
-embedded engine, and is compared with the run at the end. RUN_DIR/fork.json says which groups were
-recorded and which were generated anew. With --prepare a job group trains it: the command writes the
-directory and prints what to add to its launch.
+STEP is one with a checkpoint; of a run with trainer.audit true any step will do. The fork trains in
+this process, with the embedded engine, and is compared with the run at the end. Its fork.json says
+which groups were recorded and which were generated anew. With --prepare a job group trains it: the
+command writes the directory and prints what to add to its launch.
 """
 FORK = "fork.json"
 
 
 def parser() -> CommandParser:
     """Returns the command line."""
-    usage = "RUN_DIR --step STEP [--set NAME=VALUE …] [--max-steps N] [--output DIR] [--prepare]"
+    usage = "RUN_DIR --step STEP [--set NAME=VALUE …] [--output DIR] [--prepare]"
     made = run_parser("rlhf fork", __doc__ or "", usage, _EPILOG)
     made.add_argument(
         "--step", type=positive, required=True, metavar="STEP", help="the last step in common"
@@ -43,9 +45,6 @@ def parser() -> CommandParser:
     add_settings(
         made,
         "what is changed, such as algorithm.clip_high=0.28",
-    )
-    made.add_argument(
-        "--max-steps", type=positive, metavar="N", help="total steps (default: those of the run)"
     )
     made.add_argument(
         "--output", type=Path, metavar="DIR", help="default: RUN_DIR-fork-STEP, beside the run"
@@ -74,16 +73,16 @@ def main(argv: list[str] | None = None) -> None:
             value=str(output),
             remedy="name another one",
         )
-    from trainer.start.in_process import train_in_process  # torch: slow to import
-    from trainer.what_if.forking import prepared
-
     changes = dict(arguments.set)
-    if arguments.max_steps:
-        changes["trainer.max_steps"] = arguments.max_steps
-    config, answers = prepared(run_dir, step, output, changes)
+    with waits_told():
+        from trainer.start.in_process import train_in_process  # torch: slow to import
+        from trainer.what_if.forking import prepared
+
+        fork = prepared(run_dir, step, output, changes, needs_settings=arguments.prepare)
     said: Json = {"parent": str(run_dir), "step": step, "changes": changes}
+    answers = fork.answers
     if not arguments.prepare:
-        train_in_process(config, rollout_transport=answers.before)
+        train_in_process(fork.config, rollout_transport=answers.before, problems=fork.problems)
         said["recorded"] = answers.used
         said["generated"] = [
             group["position"]

@@ -3,7 +3,7 @@
 import itertools
 import shutil
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +14,24 @@ from fastapi import FastAPI
 from common import Json
 from common.errors import ConfigError
 from common.settings.config import Config, from_mapping
+from common.settings.rewards import BUILT_IN
 from common.wire.schemas import Completion, Group
 from learning.device import reproducible_numbers
 from learning.ranks import Ranks
 from trainer.audit.history import WeightHistory, models_after
 from trainer.audit.recorded import config_of
 from trainer.cli.commands import argument_names
-from trainer.observe.audit import AuditRecord
+from trainer.observe.audit import AuditedStart, AuditRecord, Given, Setup
 from trainer.observe.group_files import LINES, read_texts, read_trained, recorded_steps
-from trainer.observe.run_dir import AUDIT, append_line, read_lines
+from trainer.observe.problems import Problems, kept_problems
+from trainer.observe.run_dir import (
+    ATTEMPTS,
+    AUDIT,
+    append_line,
+    read_lines,
+    read_settings,
+    reward_names,
+)
 from trainer.policy import checkpoint
 from trainer.policy.checkpoint import Checkpoints, RunState
 from trainer.policy.identity import identity
@@ -32,26 +41,48 @@ from trainer.trackers.base import flatten
 
 _CHANGES_ANSWERS = ("sampling.", "model.", "data.", "environment.", "rollout.", "lora.", "seed")
 """Settings with which an engine would have given other answers."""
+_DESCRIBED_BY: dict[Given, tuple[str, str]] = {
+    "prompts": ("data.source", "problems.jsonl"),
+    "rewards": ("reward.functions", """'["my_rewards:correct"]'"""),
+    "environment": ("environment.name", "my_environment:Environment"),
+}
+"""The setting that describes a part which a program gave, and a value in a shell."""
 RecordedGroups = dict[tuple[int, ...], tuple[int, Group]]
 """Groups with their steps, by what asked for them: seed, number of answers and prompt tokens."""
 
 
+@dataclass(frozen=True)
+class Fork:
+    """What a fork trains with."""
+
+    config: Config
+    problems: Problems | None
+    """Those that a program gave the run; None for those of the settings."""
+    answers: "RecordedAnswers"
+
+
 def prepared(
-    run_dir: Path, step: int, output: Path, changes: Mapping[str, Any]
-) -> "tuple[Config, RecordedAnswers]":
-    """Writes the directory of a fork; returns its settings and its engine's recorded answers.
-    Raises ConfigError.
+    run_dir: Path, step: int, output: Path, changes: Mapping[str, Any], *, needs_settings: bool
+) -> Fork:
+    """Writes the directory of a fork.
+
+    `needs_settings`: settings have to describe the whole fork, since a job group trains it. Raises
+    ConfigError.
     """
-    record = AuditRecord(run_dir)
-    start = record.start(record.step(step))
-    if start.given:
-        raise ConfigError(
-            f"a program gave the run its {' and '.join(start.given)}, which are not kept",
-            field="RUN_DIR",
-            value=str(run_dir),
-            remedy="fork a run that settings describe, such as one of rlhf local, and not of "
-            "rlhf train or the Python API",
-        )
+    record = AuditRecord(run_dir) if (run_dir / AUDIT).exists() else None
+    start = _recorded_start(run_dir) if record is None else record.start(record.step(step))
+    has_other_data = any(name.startswith("data.") for name in changes)
+    problems: Problems | None = None
+    if "prompts" in start.given and not has_other_data and not needs_settings:
+        problems = kept_problems(run_dir)
+    for part in start.given:
+        name, example = _DESCRIBED_BY[part]
+        if name not in changes and not (part == "prompts" and problems):
+            raise ConfigError(
+                f"a program gave the run its {part}, and no setting says which",
+                field=f"--set {name}",
+                remedy=f"describe them, as in --set {name}={example}",
+            )
     parent = config_of(start, run_dir)
     content = flatten(parent.model_dump(mode="json")) | {
         "trainer.device": start.config["trainer"]["device"],
@@ -64,9 +95,8 @@ def prepared(
     known: RecordedGroups = {}
     if not any(name.startswith(_CHANGES_ANSWERS) for name in changes):
         known = valid_groups(run_dir, parent, step)
-    has_other_data = any(name.startswith("data.") for name in changes)
-    _begin(run_dir, parent, config, step, record=record, from_start=has_other_data)
-    return config, RecordedAnswers(known)
+    _begin(run_dir, start, config, step, record=record, from_start=has_other_data)
+    return Fork(config, problems, RecordedAnswers(known))
 
 
 def valid_groups(run_dir: Path, config: Config, step: int) -> RecordedGroups:
@@ -136,8 +166,36 @@ def _answer(completion: Completion) -> Json:
     return {"text": completion.text, "output_ids": tokens, "meta_info": meta}
 
 
+def _recorded_start(run_dir: Path) -> AuditedStart:
+    """Returns what a run without an audit record says of its newest attempt."""
+    content = read_settings(run_dir)
+    attempt = read_lines(run_dir / ATTEMPTS)[-1]
+    given: list[Given] = []
+    if attempt["data"] != content["data"]["source"]:
+        given.append("prompts")
+    if not all(name in BUILT_IN or ":" in name for name in reward_names(content)):
+        given.append("rewards")
+    device = content["trainer"]["device"]
+    setup = Setup(packages={}, world_size=1, threads=1, device=device, instructions="")
+    return AuditedStart(
+        step=0,
+        run_id=attempt["run_id"],
+        config=content,
+        setup=setup,
+        weights="",
+        engine="",
+        given=given,
+    )
+
+
 def _begin(
-    run_dir: Path, config: Config, fork: Config, step: int, *, record: AuditRecord, from_start: bool
+    run_dir: Path,
+    start: AuditedStart,
+    fork: Config,
+    step: int,
+    *,
+    record: AuditRecord | None,
+    from_start: bool,
 ) -> None:
     """Writes the directory of a fork as it was after `step`: a checkpoint, and the lines of steps.
 
@@ -146,12 +204,22 @@ def _begin(
     output = fork.trainer.run_dir
     assert output is not None
     saved = checkpoint.newest(run_dir / "checkpoints", at_most=step)
-    state = RunState(step=0, position=0, run_id=record.step(step).run_id, kl_coef=0.0)
+    state = RunState(step=0, position=0, run_id=start.run_id, kl_coef=0.0)
     if saved is not None:
         state = checkpoint.load_state(checkpoint.read_state(saved), saved)
     changes: Json = {"identity": identity(fork)}
     history: WeightHistory | None = None
     if state.step < step:
+        if record is None:
+            raise ConfigError(
+                "the run has no checkpoint of this step, and no audit record to compute it from",
+                field="--step",
+                value=step,
+                remedy="name the step of a checkpoint, such as "
+                f"{saved.name if saved else 'the first one'}; of a run with trainer.audit true, "
+                "any step will do",
+            )
+        config = config_of(start, run_dir)
         with reproducible_numbers(config.reproducible):
             history = models_after(record, run_dir, config, step)
 

@@ -8,7 +8,6 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from common.settings.algorithm import AlgorithmSection
 from common.settings.sections import RewardSection
 from common.wire.schemas import Prompt, RewardItem, RewardResult
 from services.reward.service import RewardService
@@ -79,9 +78,9 @@ class GroupGrades:
     def rewards(self) -> NDArray[np.float64] | None:
         """The rewards as recorded and as they are now, [2, n]; None unless all are known."""
         pairs = [(grade.answer.reward, grade.now.reward) for grade in self.grades]
-        if not pairs or len(pairs) < len(self.group.answers) or any(None in pair for pair in pairs):
-            return None
-        return np.array(pairs, np.float64).T
+        rewards = np.array(pairs, np.float64).T  # NaN for a missing one
+        is_whole = 0 < len(pairs) == len(self.group.answers)
+        return rewards if is_whole and np.isfinite(rewards).all() else None
 
 
 @dataclass(frozen=True)
@@ -152,18 +151,3 @@ class Regrading:
             if text is not None:
                 answer = GeneratedAnswer(text, completion.finish_reason, tokens=None)
                 yield index, reward_items(row, [answer])[0]
-
-
-def advantages(rewards: NDArray[np.float64], algorithm: AlgorithmSection) -> NDArray[np.float64]:
-    """Returns the advantages [n] of a group with these rewards [n]: `trainer.algorithms.advantages`
-    without torch. Where more than rewards is needed, they are those of `group_centred`.
-    """
-    if (rewards == rewards[0]).all():
-        return np.zeros_like(rewards)
-    scales = {
-        "group_normalised": 1 / (rewards.std(ddof=1) + algorithm.advantage_eps),
-        "leave_one_out": len(rewards) / (len(rewards) - 1),
-        "mean_normalised": 1 / (rewards.mean() or 1.0),
-    }
-    found: NDArray[np.float64] = rewards - rewards.mean()
-    return found * np.float64(scales.get(algorithm.advantage, 1.0))

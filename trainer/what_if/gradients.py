@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from common.process import watchdog
 from common.wire.schemas import Completion, Float32
 from learning.device import reproducible_numbers
 from trainer.audit.history import models_after
@@ -49,6 +50,7 @@ def step_gradient(run_dir: Path, step: int) -> tuple[float, list[GroupGradient]]
     config = config_of(recorded.start, run_dir)
     with reproducible_numbers(config.reproducible):
         history = models_after(record, run_dir, config, step - 1)
+        watchdog.at(f"computing the gradient of step {step}, group by group")
         policy = history.policy
         batch = recorded.batch(config)
         fill(policy, history.reference, history.critic, batch)

@@ -7,7 +7,7 @@ import os
 import re
 import sys
 import time
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,18 +19,25 @@ from rich.console import Console
 
 from common.errors import ConfigError, ServiceError
 from common.process.cli import CommandParser, count, run
-from common.settings.algorithm import AlgorithmSection
 from common.settings.config import Config, from_mapping
-from common.wire.schemas import Prompt
+from common.wire.schemas import Prompt, RewardResult
 from services.data.files import read_file
 from services.data.loaders import load_split
 from trainer.cli.commands import add_settings, argument_names, run_parser
 from trainer.cli.compare import plain_table
-from trainer.observe.group_files import recorded_steps
+from trainer.observe.group_files import CompletionText, recorded_steps
+from trainer.observe.problems import kept_problems
 from trainer.observe.regrades import NewGrade, RegradedGroup, write_regrades
-from trainer.observe.run_dir import ATTEMPTS, check_run, damaged, read_lines, read_settings
+from trainer.observe.run_dir import (
+    ATTEMPTS,
+    check_run,
+    damaged,
+    read_lines,
+    read_settings,
+    reward_names,
+)
 from trainer.trackers.base import flatten
-from trainer.what_if.grades import AnswerGrade, GroupGrades, Regrading, advantages
+from trainer.what_if.grades import AnswerGrade, GroupGrades, Regrading
 
 _EPILOG = """\
 examples:
@@ -47,7 +54,6 @@ _ROWS = 12
 """Most rows of the table of steps; neighbours are merged into as many."""
 _SHOWN_CHARS = 400
 """So many characters are shown of the beginning of a long text, and of its end."""
-_VERDICTS = {True: "right", False: "wrong", None: "–"}
 _PUBLIC = re.compile(r"^(?:def|class) ([^\W_]\w*)\s*[(:]", re.MULTILINE)
 """The functions and classes of a file whose names do not begin with `_`."""
 Counts = NDArray[np.float64]
@@ -72,8 +78,7 @@ class Regraded:
     def add(self, group: GroupGrades) -> None:
         """Adds a group."""
         self.problems |= {group.group.prompt_id, group.group.prompt}
-        counts = _counts(group, self.config.algorithm)
-        self.counts[group.step] = counts + self.counts.get(group.step, 0.0)
+        self.counts[group.step] = _counts(group) + self.counts.get(group.step, 0.0)
         self.unknown += len(group.group.answers) - len(group.grades)
         for grade in group.grades:
             if grade.now.reward is None:
@@ -93,13 +98,13 @@ class Regraded:
         return list(found.values())[:count]
 
 
-def _counts(group: GroupGrades, algorithm: AlgorithmSection) -> Counts:
+def _counts(group: GroupGrades) -> Counts:
     """Counts a group; one that was dropped counts as answers only.
 
     Returns [2, 9], as recorded and as it is now. Both rows have the answers, those that change, the
     groups whose rewards are all known, and their answers that are pushed in the other direction;
     each has its answers with a reward, with a verdict, right ones, groups that teach, and the mean
-    |advantage|.
+    |reward − mean of the group|: the advantage, but for its scale.
     """
     found = np.zeros((2, 9))
     found[:, :2] = len(group.grades), len(group.changed)
@@ -110,7 +115,8 @@ def _counts(group: GroupGrades, algorithm: AlgorithmSection) -> Counts:
             if each.reward is not None:
                 row[4:7] += 1, each.verified, each.correct
     if group.rewards is not None:
-        pushes = np.array([advantages(rewards, algorithm) for rewards in group.rewards])
+        # Rounded: the mean of equal rewards may differ from them in its last bit.
+        pushes = (group.rewards - group.rewards.mean(axis=1, keepdims=True)).round(12)
         found[:, 2] = 1
         found[:, 3] = (pushes[0] * pushes[1] < 0).sum()
         found[:, 7] = pushes.any(axis=1)
@@ -217,27 +223,26 @@ async def _grade(regrading: Regrading, found: Regraded) -> None:
 
 def _settings(
     run_dir: Path, rewards: Sequence[str] | None, changes: Mapping[str, Any]
-) -> tuple[Config, set[str]]:
+) -> tuple[Config, list[str]]:
     """Returns the settings to grade with, and the names of the run's own reward functions."""
-    recorded = flatten(read_settings(run_dir))
-    entries = recorded.get("reward.functions", ["math"])
-    own = {entry if isinstance(entry, str) else entry["name"] for entry in entries}
-    kept = ("reward.", "data.", "algorithm.", "environment.name")
+    content = read_settings(run_dir)
+    recorded = flatten(content)
+    kept = ("reward.", "data.", "environment.name")
     settings = {name: value for name, value in recorded.items() if name.startswith(kept)}
     settings["reward.workers"] = os.cpu_count() or 1
     for name in changes:
-        if name.partition(".")[0] not in ("reward", "algorithm"):
+        if not name.startswith("reward."):
             raise ConfigError(
                 "regrading does not read this setting",
                 field="--set",
                 value=name,
-                remedy="name one of reward, or of algorithm (how advantages are computed)",
+                remedy="name one of reward, such as reward.require_stop",
             )
     settings |= changes
     if rewards is not None:
         settings["reward.functions"] = [_import_path(reward) for reward in rewards]
     try:
-        return from_mapping(settings), own
+        return from_mapping(settings), reward_names(content)
     except ConfigError as error:
         if (error.field or "").startswith("reward.functions") and rewards is None:
             error.remedy = "name the reward functions with --reward: those of the run were objects"
@@ -252,24 +257,17 @@ def _import_path(reward: str) -> str:
     path = Path(file)
     if path.suffix != ".py":
         return reward
-    try:
-        public = _PUBLIC.findall(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    public = _PUBLIC.findall(path.read_text(encoding="utf-8")) if path.is_file() else []
+    names = [name] if name in public else public
+    if len(names) != 1:
         raise ConfigError(
-            f"the file of the reward function cannot be read: {error}",
+            f"the file has the functions and classes {', '.join(public) or 'none'}",
             field="--reward",
             value=reward,
-            remedy="name a Python file with a function of completions",
-        ) from None
-    if not name and len(public) != 1:
-        raise ConfigError(
-            f"the file has {len(public)} functions and classes",
-            field="--reward",
-            value=reward,
-            remedy=f"name one of them, as in {file}:{(public or ['reward'])[0]}",
+            remedy=f"name a Python file and one of its functions, as in {file}:reward",
         )
     sys.path.insert(0, str(path.resolve().parent))
-    return f"{path.stem}:{name or public[0]}"
+    return f"{path.stem}:{names[0]}"
 
 
 def _rows(run_dir: Path, config: Config) -> dict[str, Prompt]:
@@ -280,6 +278,9 @@ def _rows(run_dir: Path, config: Config) -> dict[str, Prompt]:
     entries = config.reward.functions
     if all(entry.name in reads_texts and entry.tasks == [""] for entry in entries):
         return {}
+    kept = kept_problems(run_dir)
+    if kept is not None:
+        return {row.id: row for row in kept.train}
     # A program may have given the prompts; the settings of data are not theirs then.
     given = [line["data"] for line in read_lines(run_dir / ATTEMPTS)][-1:]
     try:
@@ -301,20 +302,18 @@ def read_golds(path: Path, config: Config) -> dict[str, str]:
     found: dict[str, str] = {}
     with argument_names({"data.source": "--gold"}):
         for where, row in read_file(path):
-            cells = [
-                next((row[name] for name in names if name in row), None)
+            known = [
+                [row[name] for name in names if row.get(name) is not None]
                 for names in (keys, answers)
             ]
-            if any(cell is None for cell in cells):
+            if not all(known):
                 raise ConfigError(
                     f"{where}: a column is missing",
                     field="--gold",
                     value=", ".join(map(str, row)),
-                    remedy=f"give the row one of {', '.join(keys)}, and one of "
-                    f"{', '.join(answers)}",
+                    remedy=f"give it one of {', '.join(keys)}, and one of {', '.join(answers)}",
                 )
-            key, answer = map(str, cells)
-            found[key] = answer
+            found[str(known[0][0])] = str(known[1][0])
     return found
 
 
@@ -338,24 +337,19 @@ def _print(console: Console, found: Regraded, seconds: float) -> None:
     if not found.changed:
         return
 
-    kinds: dict[str, list[int]] = defaultdict(list)
-    for group in found.changed:
-        for grade in group.changed:
-            kinds[grade.kind].append(group.step)
-    table = plain_table("what changes", ["change", "answers", "share", "steps"])
-    for kind, changes in sorted(kinds.items(), key=lambda item: -len(item[1])):
-        number = len(changes)
-        table.add_row(kind, f"{number:,}", f"{number / answers:.2%}", _span(changes))
+    kinds = Counter(grade.kind for group in found.changed for grade in group.changed)
+    table = plain_table("what changes", ["change", "answers", "share"])
+    for kind, number in kinds.most_common():
+        table.add_row(kind, f"{number:,}", f"{number / answers:.2%}")
     console.print(table)
 
-    has_other = config.algorithm.advantage in ("gae", "reward_normalised", "length_weighted")
-    advantage = "|reward − mean|" if has_other else "|advantage|"
-    columns = ["steps", "changed", "accuracy", "groups that teach", advantage, "other sign"]
+    columns = ["steps", "changed", "accuracy", "groups that teach", "|reward − mean|", "other sign"]
     table = plain_table("recorded → now", columns)
     size = -(-len(steps) // _ROWS)
     for start in range(0, len(steps), size):
         part = steps[start : start + size]
-        table.add_row(_span(part), *_cells(_sum(found, part)))
+        span = str(part[0]) if size == 1 else f"{part[0]}–{part[-1]}"
+        table.add_row(span, *_cells(_sum(found, part)))
     table.add_row("all", *_cells(total))
     console.print(table)
 
@@ -364,33 +358,27 @@ def _sum(found: Regraded, steps: Sequence[int]) -> Counts:
     return sum((found.counts[step] for step in steps), np.zeros((2, 9)))
 
 
-def _span(steps: Sequence[int]) -> str:
-    first = min(steps)
-    last = max(steps)
-    return str(first) if first == last else f"{first}–{last}"
-
-
 def _print_disagreement(console: Console, group: GroupGrades, grade: AnswerGrade) -> None:
     """Prints an answer, and its two grades beside each other."""
     of_group = group.group
     title = f"step {group.step}, group {of_group.id}, answer {grade.index + 1}: {grade.kind}"
     table = plain_table(title, ["", "recorded", "now"])
-    sides = grade.sides
-    rows: dict[str, list[object]] = {
-        "reward": [each.reward for each in sides],
-        "verdict": [_VERDICTS[each.correct if each.verified else None] for each in sides],
-        "read as": [each.extracted_answer for each in sides],
-        "gold": [of_group.ground_truth, grade.now.ground_truth],
-    }
-    for name in grade.answer.components | grade.now.components:
-        rows[name] = [each.components.get(name) for each in sides]
-    for name, cells in rows.items():
+    recorded = _side(grade.answer, of_group.ground_truth)
+    now = _side(grade.now, grade.now.ground_truth)
+    for name in recorded | now:
+        cells = [side.get(name) for side in (recorded, now)]
         table.add_row(name, *("–" if cell is None else _cut(str(cell)) for cell in cells))
     console.print(table)
     texts = {"problem": of_group.prompt, "answer": grade.answer.text, "reason": grade.now.reason}
     for name, text in texts.items():
         if text:
             console.print(f"{name}: {_cut(text)}")
+
+
+def _side(grade: CompletionText | RewardResult, gold: str | None) -> dict[str, object]:
+    verdict = {True: "right", False: "wrong"}[grade.correct] if grade.verified else None
+    shown = {"reward": grade.reward, "verdict": verdict, "read as": grade.extracted_answer}
+    return {**shown, "gold": gold, **grade.components}
 
 
 def _cut(text: str) -> str:

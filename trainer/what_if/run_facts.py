@@ -1,15 +1,17 @@
 """What a run recorded, read once for `rlhf why`: numbers, groups, texts and settings. No torch."""
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from math import isfinite
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from common import Json
-from trainer.dashboard.columns import step_numbers
+from trainer.dashboard.columns import Columns
 from trainer.observe.group_files import LINES, GroupSummary, GroupTexts, StepGroups, read_texts
 from trainer.observe.jsonl import JsonlReader, parsed
 from trainer.observe.run_dir import AUDIT, changed, known_settings
@@ -41,8 +43,8 @@ class RunFacts:
     """The record of a run."""
 
     directory: Path
-    numbers: dict[int, dict[str, float]]
-    """By step, as the dashboard names them: `update.loss`."""
+    columns: Columns
+    """Its numbers, as the dashboard names them: `update.loss`."""
     groups: dict[int, list[GroupSummary]]
     """By step: those that were trained on."""
     settings: list[tuple[int, Json]]
@@ -52,11 +54,10 @@ class RunFacts:
     @classmethod
     def read(cls, run_dir: Path) -> "RunFacts":
         """Reads the files; damaged lines are left out."""
-        groups = JsonlReader(run_dir / LINES, msgspec.json.Decoder(StepGroups).decode).read()
-        numbers = {}
+        columns = Columns()
         for line in JsonlReader(run_dir / "metrics.jsonl", parsed).read():
-            if isinstance(line.get("step"), int):
-                numbers[line["step"]] = step_numbers(line)
+            columns.append(line["step"], line)
+        groups = JsonlReader(run_dir / LINES, msgspec.json.Decoder(StepGroups).decode).read()
         # Only the audit keeps the settings of earlier attempts.
         settings = [
             (line["step"], flatten(line["config"]))
@@ -64,20 +65,17 @@ class RunFacts:
             if line.get("kind") == "start"
         ]
         settings = settings or [(0, known_settings(run_dir))]
-        return cls(run_dir, numbers, {line.step: line.groups for line in groups}, settings)
+        return cls(run_dir, columns, {line.step: line.groups for line in groups}, settings)
 
     @property
-    def steps(self) -> list[int]:
+    def steps(self) -> Sequence[int]:
         """The recorded steps in order."""
-        return sorted(self.numbers)
+        return self.columns.steps
 
     def series(self, metric: str) -> list[tuple[int, float]]:
         """Returns the known values of a number by step."""
-        return [
-            (step, self.numbers[step][metric])
-            for step in self.steps
-            if metric in self.numbers[step]
-        ]
+        pairs = zip(self.steps, self.columns.column(metric).tolist(), strict=True)
+        return [pair for pair in pairs if isfinite(pair[1])]
 
     def since(self, metric: str, bound: float) -> list[tuple[int, float]]:
         """Returns the values of a number from the first one on that is at least `bound`."""
@@ -106,22 +104,24 @@ class RunFacts:
     def jump(self, metric: str) -> Jump | None:
         """Returns the largest jump of a number; None where it does not jump."""
         series = self.series(metric)
-        values = [value for _, value in series]
-        if len(values) < 4 or min(values) == max(values):
+        values = np.array([value for _, value in series])
+        if len(values) < 4 or np.ptp(values) == 0.0:
             return None
-        span = max(values) - min(values)
-        # Without the largest one, which may be the jump itself.
-        apart = sorted(abs(after - before) for before, after in itertools.pairwise(values))[:-1]
-        noise = max(fmean(apart), _LEAST_NOISE * span)
-        found: list[Jump] = []
         # Two steps on each side: one alone may be an outlier.
-        for place in range(2, len(values) - 1):
-            before = fmean(values[max(0, place - _WINDOW) : place])
-            after = fmean(values[place : place + _WINDOW])
-            change = abs(after - before)
-            if change >= _LEAST_SHARE * span:
-                step = series[place][0]
-                verb = "rises" if after > before else "falls"
-                text = f"{metric} {verb} from {before:.3g} to {after:.3g} at step {step}"
-                found.append(Jump(metric, step, size=change / noise, text=text))
-        return max(found, key=lambda jump: jump.size, default=None)
+        sides = {
+            place: (
+                values[max(0, place - _WINDOW) : place].mean(),
+                values[place : place + _WINDOW].mean(),
+            )
+            for place in range(2, len(values) - 1)
+        }
+        place, (before, after) = max(sides.items(), key=lambda item: abs(item[1][1] - item[1][0]))
+        change = abs(after - before)
+        if change < _LEAST_SHARE * np.ptp(values):
+            return None
+        # Without the largest one, which may be the jump itself.
+        noise = np.sort(np.abs(np.diff(values)))[:-1].mean()
+        step = series[place][0]
+        verb = "rises" if after > before else "falls"
+        text = f"{metric} {verb} from {before:.3g} to {after:.3g} at step {step}"
+        return Jump(metric, step, change / max(noise, _LEAST_NOISE * np.ptp(values)), text)

@@ -4,10 +4,9 @@ that carry it.
 
 import itertools
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from statistics import fmean
 
@@ -16,6 +15,7 @@ from rich.console import Console
 from common import Json
 from common.errors import ConfigError, ServiceError
 from common.process.cli import CommandParser, positive, run
+from trainer.audit.waits import waits_told
 from trainer.cli.commands import run_parser
 from trainer.cli.compare import plain_table
 from trainer.dashboard.tokens import TokenTexts
@@ -83,13 +83,16 @@ def explain(facts: RunFacts, metric: str | None = None, step: int | None = None)
     """Returns the answer: `jump` (in words, None without one), `causes`, `changes` of settings, and
     `step` with its `groups` and what they have in common (`traits`). Raises ConfigError.
     """
-    known = {name for numbers in facts.numbers.values() for name in numbers}
-    for field, value, choices in (("--metric", metric, known), ("--step", step, facts.groups)):
-        if value is not None and value not in choices:
+    is_known = {
+        "--metric": metric is None or facts.series(metric),
+        "--step": step is None or step in facts.groups,
+    }
+    for name, is_there in is_known.items():
+        if not is_there:
             raise ConfigError(
                 "the run did not record it",
-                field=field,
-                value=value,
+                field=name,
+                value=metric if name == "--metric" else step,
                 remedy="see metrics.jsonl for the names and the steps",
             )
     found = list(causes(facts))
@@ -130,9 +133,10 @@ def _carriers(facts: RunFacts, step: int) -> Json:
     how = "share of |advantage| × tokens"
     if (facts.directory / AUDIT).is_file():
         try:
-            from trainer.what_if.gradients import step_gradient  # torch: slow to import
+            with waits_told():
+                from trainer.what_if.gradients import step_gradient  # torch: slow to import
 
-            norm, parts = step_gradient(facts.directory, step)
+                norm, parts = step_gradient(facts.directory, step)
             how = f"share of the recomputed gradient, whose norm is {norm:.3g}"
             rows = list(map(asdict, parts))
         except ServiceError as error:
@@ -161,35 +165,31 @@ def _texts(run_dir: Path, pushing: Sequence[Sequence[int]]) -> list[str]:
     return []
 
 
-_TRAITS: dict[str, Callable[[GroupSummary], float]] = {
-    "tokens an answer": lambda group: fmean(group.tokens or [0]),
-    "characters of the problem": lambda group: len(group.prompt or ""),
-    "share of other scripts than Latin": lambda group: fmean(
-        sign > "\u024f" for sign in group.prompt or " "
-    ),
-    "oldest weights": lambda group: min(group.versions or (0,)),
-}
-"""What groups may have in common, besides marks."""
-
-
-def _has(mark: str, group: GroupSummary) -> float:
-    return mark in group.marks
-
-
 def _traits(half: Sequence[GroupSummary], others: Sequence[GroupSummary]) -> list[str]:
     """Returns what the groups that make half of an update have in common and the others lack."""
     said = [f"{len(half)} of {len(half) + len(others)} groups make half of the update"]
     problems = {group.prompt_id for group in half}
     if len(half) > 1 and len(problems) == 1:
         said.append(f"they are of one problem, {problems.pop()}")
-    marks = sorted({mark for group in half for mark in group.marks})
-    traits = _TRAITS | {f"share {mark}": partial(_has, mark) for mark in marks}
-    for name, of in traits.items() if others else ():
-        own = fmean(map(of, half))
-        rest = fmean(map(of, others))
-        if abs(own - rest) > 0.5 * max(abs(own), abs(rest)):
-            said.append(f"{name}: {own:.3g}, of the others {rest:.3g}")
+    own = list(map(_features, half))
+    rest = list(map(_features, others))
+    for name in sorted(set().union(*own, *rest)) if others else ():
+        means = [fmean(each.get(name, 0.0) for each in part) for part in (own, rest)]
+        if abs(means[0] - means[1]) > 0.5 * max(map(abs, means)):
+            said.append(f"{name}: {means[0]:.3g}, of the others {means[1]:.3g}")
     return said
+
+
+def _features(group: GroupSummary) -> dict[str, float]:
+    """Returns the numbers of a group by what it may have in common with others."""
+    prompt = group.prompt or " "
+    return {
+        "tokens an answer": fmean(group.tokens or [0]),
+        "characters of the problem": len(prompt),
+        "share of other scripts than Latin": fmean(sign > "\u024f" for sign in prompt),
+        "oldest weights": min(group.versions or (0,)),
+        **{f"share {mark}": 1.0 for mark in group.marks},
+    }
 
 
 def _print(answer: Json, console: Console) -> None:
@@ -210,7 +210,8 @@ def _print(answer: Json, console: Console) -> None:
     title = f"step {answer['step']}: the groups that carry its update; {answer['how']}"
     table = plain_table(title, ["problem", "share", "norm", "without it", "rewards"])
     for row in answer["groups"]:
-        norms = [f"{row.get(name, 0.0):.3g}" for name in ("norm", "without")]
+        # Without a recomputed gradient the norms are not known.
+        norms = [f"{row[name]:.3g}" if name in row else "–" for name in ("norm", "without")]
         reward = "–" if row["reward"] is None else f"{row['reward']:.2f}"
         table.add_row(row["prompt"][:60], f"{row['share']:.0%}", *norms, reward)
     console.print(table)

@@ -8,7 +8,7 @@ from rich.console import Console
 from common.wire.schemas import Prompt
 from services.reward.functions.text import LengthPenaltyFunction
 from tests.support.runs.small_run import small_run
-from trainer.backends.in_process import Problems
+from trainer.observe.problems import Problems
 from trainer.observe.run_dir import read_lines
 from trainer.start.in_process import train_in_process
 

@@ -22,7 +22,7 @@ from tests.support.environments.own_environments import RewardsTurns
 from tests.support.runs.audits import audited, replayed
 from tests.support.runs.in_process import quiet
 from trainer.audit import __main__ as replay
-from trainer.audit import comparison
+from trainer.audit import comparison, waits
 from trainer.audit.comparison import Stage, StageOutcome
 from trainer.audit.replay import StepReplay
 from trainer.start.in_process import train_in_process
@@ -368,11 +368,11 @@ def test_the_command_says_what_it_is_at(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """To load the libraries takes minutes on a busy machine."""
-    monkeypatch.setattr(replay, "_SAY_EVERY_S", 0.001)
+    monkeypatch.setattr(waits, "_SAY_EVERY_S", 0.001)
     for rank, is_told in (("1", False), ("0", True)):
         monkeypatch.setenv("RANK", rank)
         said = ""
-        with replay._waits_told():
+        with waits.waits_told():
             watchdog.at("reading the record")
             if not is_told:
                 time.sleep(0.05)

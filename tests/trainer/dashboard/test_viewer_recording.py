@@ -27,9 +27,9 @@ from common.wire.schemas import Prompt
 from tests.support.runs.recorded_groups import group, record, trained
 from tests.support.services.apps import tiny
 from trainer import train_in_process
-from trainer.backends.in_process import Problems
 from trainer.dashboard.runs import RunReader
 from trainer.observe.group_files import LINES, RecordedGroup, read_group, recorded_steps
+from trainer.observe.problems import Problems
 from trainer.observe.run_dir import read_lines
 from trainer.rollouts.collector import CollectFailed
 

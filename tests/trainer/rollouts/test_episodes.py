@@ -18,10 +18,10 @@ from services.reward.functions.text import LengthPenaltyFunction
 from tests.support.batches.groups import batch_of, make_group, prepared, whole, with_algorithm
 from tests.support.environments.own_environments import Insists, Moody, TwiceUnlucky, Unlucky
 from tests.support.runs.small_run import small_run
-from trainer.backends.in_process import Problems
 from trainer.dashboard.group_detail import group_detail
 from trainer.dashboard.group_index import GroupIndex
 from trainer.dashboard.runs import RunReader
+from trainer.observe.problems import Problems
 from trainer.observe.run_dir import read_lines
 from trainer.policy.policy import Policy
 from trainer.start.in_process import train_in_process

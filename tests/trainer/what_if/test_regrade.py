@@ -9,40 +9,25 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-import torch
 from fastapi.testclient import TestClient
 
 from common.errors import ConfigError
-from common.settings.algorithm import AlgorithmSection
 from tests.support.paths import ROOT
 from tests.support.runs.audits import audited
 from tests.support.runs.in_process import metrics, quiet
 from tests.support.runs.recorded_groups import group, record, trained
-from trainer.algorithms.advantages import ADVANTAGES
 from trainer.dashboard.app import create_dashboard_app
 from trainer.dashboard.run_list import RunList
 from trainer.observe.group_files import read_group
 from trainer.observe.regrades import read_regrades
 from trainer.start.in_process import train_in_process
-from trainer.what_if.grades import advantages
 from trainer.what_if.regrade import main
 
 OWN = """
 def long(completions, **_):
     return [float(len(completion) > 8) for completion in completions]
 """
-
-
-@pytest.mark.parametrize("name", ["group_normalised", "leave_one_out", "mean_normalised"])
-def test_advantages_are_those_of_training(name: str) -> None:
-    algorithm = AlgorithmSection(name="grpo", advantage=name)
-    rewards = np.array([[1.0, 0.0, 0.0, 0.5], [1.0, 1.0, 1.0, 1.0], [0.25, 1.0, 0.0, 1.0]])
-    lengths = torch.ones(rewards.shape)
-    expected = ADVANTAGES[name](torch.from_numpy(rewards), lengths, algorithm)
-    found = np.stack([advantages(row, algorithm) for row in rewards])
-    np.testing.assert_allclose(found, expected.numpy(), rtol=1e-12)
 
 
 def written(directory: Path, **settings: Any) -> Path:

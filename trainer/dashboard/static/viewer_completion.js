@@ -14,6 +14,7 @@ export const tone = (completion) => ({ true: "viewer-good", false: "viewer-bad" 
 export function summary(completion) {
   return [
     `reward ${short(completion.reward)}`,
+    completion.regraded ? `regraded ${regraded(completion.regraded)}` : "",
     completion.advantage === null ? "" : `advantage ${short(completion.advantage)}`,
     `${short(completion.token_ids.length)} tokens`,
     completion.turns.length > 1 ? `${completion.turns.length} turns` : "",
@@ -96,7 +97,6 @@ export function facts(completion) {
   const rows = [
     ["Reward", short(completion.reward)],
     ...components,
-    ...(completion.regraded ? [["Regraded", regraded(completion.regraded)]] : []),
     ["Advantage", short(completion.advantage)],
     ["Extracted answer", completion.extracted_answer === null ? "–" : prose(completion.extracted_answer)],
     ["Status", completion.status ?? "not graded"],

@@ -1,0 +1,38 @@
+"""Tells what a command that executes steps again is at."""
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from common.process import watchdog
+
+_SAY_EVERY_S = 10.0
+
+
+@contextmanager
+def waits_told() -> Iterator[None]:
+    """Prints to standard error, again and again until the end of the block, what rank 0 is at: on
+    a busy machine the libraries alone take minutes.
+    """
+    if os.environ.get("RANK", "0") != "0":
+        yield
+        return
+    ended = threading.Event()
+    begun = time.monotonic()
+
+    def tell() -> None:
+        while not ended.wait(_SAY_EVERY_S):
+            at = watchdog.place()
+            what = at[0] if at else "ending"
+            print(f"… after {time.monotonic() - begun:.0f} s: {what}", file=sys.stderr)
+
+    with watchdog.stalls():
+        watchdog.at("loading the libraries")
+        threading.Thread(target=tell, daemon=True).start()
+        try:
+            yield
+        finally:
+            ended.set()
