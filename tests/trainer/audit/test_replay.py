@@ -427,7 +427,7 @@ def test_episodes_come_out_again_and_what_was_changed_in_one_is_named(
     def of_reward(completion: Document) -> None:
         completion["reward"] += 1.0
 
-    changes = {
+    changes: dict[Callable[[Document], None], tuple[Stage, str]] = {
         of_environment: ("episodes", "before answer 1, token "),
         of_model: ("episodes", "before answer 1, token "),
         of_end: ("rewards", "episode 0 of group"),
