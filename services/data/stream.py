@@ -80,7 +80,7 @@ class PromptStream(SqliteStore):
     """
 
     name = "the cursor of the prompts"
-    layout = 3
+    layout = 4
     restore = "remove the file: the stream then starts over"
 
     def __init__(
@@ -93,8 +93,6 @@ class PromptStream(SqliteStore):
         assert prompts
         self.prompts = prompts
         self.seed = seed
-        # In memory: a late call waits in a connection, which a restart of this process closes.
-        self._runs = CurrentRun()
         # A batch at the border of two epochs needs both.
         self._order = lru_cache(maxsize=2)(partial(permutation, seed, size=len(prompts)))
         self._places = {prompt.id: place for place, prompt in enumerate(prompts)}
@@ -102,6 +100,7 @@ class PromptStream(SqliteStore):
         if difficulty:
             self._curriculum = Curriculum(len(prompts), seed, difficulty, plain=self._place_at)
         super().__init__(state_dir / "data" / "stream.db", TABLES + _SCHEMA + SCHEMA)
+        self._runs = CurrentRun(self.runs())
 
     def take(self, count: int, shuffle: bool = True, request_id: str | None = None) -> PromptBatch:
         """Returns the next `count` prompts; a batch may cross into the next epoch.
@@ -194,8 +193,9 @@ class PromptStream(SqliteStore):
         curriculum returns to its state at that position. The caller's run begins: calls of the
         runs before it raise Conflict.
         """
+        run_id = logs.run_id()
         with self.transaction() as db:
-            self._runs.check(logs.run_id())
+            self._runs.check(run_id)
             if request_id is not None:
                 if self._repeated(request_id, _SEEK, count=0) is not None:
                     return
@@ -209,7 +209,9 @@ class PromptStream(SqliteStore):
             )
             if self._curriculum:
                 self._curriculum.rewind(db, position)
-        self._runs.begin(logs.run_id())
+            if run_id not in self.runs():
+                self.begin_run(run_id)
+        self._runs.begin(run_id)
 
     def reset(self) -> None:
         """Restarts both streams and forgets remembered requests and pass rates."""

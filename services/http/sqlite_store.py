@@ -35,8 +35,9 @@ CREATE TABLE answers (
     UNIQUE (call, request)
 ) STRICT;
 CREATE INDEX by_call ON answers (call, key);
+CREATE TABLE runs (key INTEGER PRIMARY KEY, id TEXT NOT NULL UNIQUE);
 """
-"""The store's mark, in one row, and what is remembered of requests."""
+"""The store's mark, in one row, what is remembered of requests, and the runs that have begun."""
 REMEMBERED_REQUESTS = 10_000
 """Answers to each call that are kept, for retries and for copies that arrive late."""
 _FORGET_EVERY = 100
@@ -237,6 +238,18 @@ class SqliteStore:
         with self.transaction():
             pass
         return self.mark
+
+    def runs(self) -> list[str]:
+        """Returns the runs that have begun, the current one last."""
+        with self.errors():
+            return [run for (run,) in self.db.execute("SELECT id FROM runs ORDER BY key")]
+
+    def begin_run(self, run_id: str) -> None:
+        """Stores that a run begins, within the caller's transaction. A caller without an id has no
+        run.
+        """
+        if run_id:
+            self.db.execute("INSERT INTO runs (id) VALUES (?)", (run_id,))
 
     def answer_to(self, call: str, request_id: str) -> Json:
         """Returns what is remembered of a request; empty when it is new."""

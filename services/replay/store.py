@@ -283,11 +283,6 @@ class Store(Queries):
                     consumed += 1
         return consumed
 
-    def runs(self) -> list[str]:
-        """Returns the runs that have begun, the current one last."""
-        with self.errors():
-            return [run for (run,) in self.db.execute("SELECT id FROM runs ORDER BY key")]
-
     def reset_fresh(self, from_position: int | None, step: int | None, run_id: str) -> int:
         """Drops all unconsumed groups and, with `from_position`, all groups from that prompt-stream
         position on.
@@ -297,10 +292,9 @@ class Store(Queries):
         dropped.
         """
         with self.transaction():
-            if run_id:
-                if run_id in self.runs():
-                    return 0
-                self.db.execute("INSERT INTO runs (id) VALUES (?)", (run_id,))
+            if run_id in self.runs():
+                return 0
+            self.begin_run(run_id)
             # Nothing is >= NULL.
             leaving = self.records("WHERE state != 'consumed' OR position >= ?", from_position)
             keys = [(key,) for key, _ in leaving]

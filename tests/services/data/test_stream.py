@@ -3,11 +3,13 @@ everything."""
 
 import sqlite3
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-from common.errors import ConfigError, InvalidInput
+from common.errors import ConfigError, Conflict, InvalidInput
+from common.process import logs
 from common.process.storage import StorageFailed
 from common.wire.schemas import Prompt
 from services.data.stream import PromptStream, permutation
@@ -136,6 +138,23 @@ def test_seek_goes_back_and_draws_anew(tmp_path: Path) -> None:
     stream.seek(1000)
     assert stream.stats().epoch == 20
     assert ids(stream, 50) == [f"p{n}" for n in permutation(0, 20, 50)]
+
+
+def test_calls_of_a_run_that_has_ended_move_nothing_after_a_restart(tmp_path: Path) -> None:
+    """As from the buffers of a proxy that outlived the service."""
+    stream = PromptStream(prompts(), 0, tmp_path)
+    for run in ("run-1", "run-2"):
+        with logs.request("start", run):
+            stream.seek(4, request_id=f"{run}-seek")
+    stream.close()
+    stream = PromptStream(prompts(), 0, tmp_path)
+    with logs.request("late", "run-1"):
+        for call in (partial(stream.take, 2), partial(stream.seek, 0)):
+            with pytest.raises(Conflict, match="run run-1 has ended here: run run-2"):
+                call()
+    with logs.request("work", "run-2"):
+        stream.seek(0, request_id="run-2-seek")  # repeated
+        assert stream.take(2).position == 4
 
 
 def test_reset_starts_both_streams_over(tmp_path: Path) -> None:
