@@ -311,8 +311,11 @@ def test_what_kept_a_run_from_its_first_step_began_with_the_wait_for_it() -> Non
         code="waiting",
         fields={"service": "data-server", "problem": "unknown_name", "seconds": "5"},
     )
-    facts.lines.insert(0, wait)
+    earlier = wait.model_copy(update={"time": facts.started + 10.0})
+    facts.lines = [wait, *facts.lines]
     assert find(facts)[0].since == facts.started + 15.0
+    facts.lines = [earlier, *facts.lines]
+    assert find(facts)[0].since == facts.started + 5.0
 
 
 def test_rank_zero_says_itself_why_it_failed() -> None:
