@@ -107,7 +107,8 @@ class Engine(StandIn):
         self.is_loading = False
         if trouble == "refuses":
             return _reply({"error": {"message": "out of memory"}}, 500)
-        if not trouble:
+        # One that lies about weights of the same name, of an earlier run, is not to be recognised.
+        if not trouble or self._label == body["weight_version"]:
             self.weights = weights_in(body["model_path"])
             self._label = body["weight_version"]
         return _reply({"success": True})

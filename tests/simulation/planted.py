@@ -262,11 +262,6 @@ _FLEET = {
     "an engine that comes up behind is admitted": Bug(
         "services/rollout/state.py", "if self.wanted in (None, serves):", "if True:"
     ),
-    "an engine that has ended still serves": Bug(
-        "services/rollout/state.py",
-        '        self.engine = "failed"\n        self.serves = None\n        self.admitted = False',
-        '        self.engine = "failed"',
-    ),
     # ---------------------------------------------------------------- an agent
     "an agent that is cut off stays": Bug(
         "services/rollout/first_node.py",
@@ -288,11 +283,6 @@ _FLEET = {
         "services/rollout/first_node.py",
         "if self._store.hold(path) and await self._store.verify(manifest, path):",
         "if self._store.hold(path):",
-    ),
-    "damaged weights are loaded again": Bug(
-        "services/rollout/weights/store.py",
-        "if _same(known, manifest) and await self.verify(manifest, path):",
-        "if _same(known, manifest):",
     ),
     # ---------------------------------------------------------------- engine and router
     "a load leaves the engine paused": Bug(
@@ -339,9 +329,6 @@ _FLEET = {
         "trainer/weights/board.py",
         "(worker.silence_s >= _SILENT_S or not _serves(worker.report, manifest))",
         "worker.silence_s < _SILENT_S",
-    ),
-    "a node that came back is not waited for": Bug(
-        "trainer/weights/board.py", "self._excluded.discard(report.name)", "pass"
     ),
     "a node of any version may serve": Bug(
         "trainer/weights/board.py", "            self._confirmed = manifest\n", ""

@@ -15,6 +15,9 @@ _PART = 25
 FULL_WHILE_IT_STARTS = (955, 1148)
 """Seeds with which a service starts on a new volume of a full disk."""
 
+LISTED_WHILE_IT_STARTS = (97,)
+"""Seeds with which a node comes back, cut off from the trainer, while the router lists its engine."""
+
 
 def simulate_all(seeds: Iterable[int], scene: str = "groups") -> None:
     for seed in seeds:
@@ -39,6 +42,10 @@ def test_a_service_that_cannot_start_yet_is_started_again() -> None:
 
 def test_no_engine_with_old_weights_gets_requests() -> None:
     simulate_all(range(32), "fleet")
+
+
+def test_an_engine_that_the_router_still_lists_does_not_start() -> None:
+    simulate_all(LISTED_WHILE_IT_STARTS, "fleet")
 
 
 @pytest.mark.slow

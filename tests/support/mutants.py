@@ -53,6 +53,7 @@ _TESTS = {
     "learning/sharding.py": ["tests/learning", "tests/trainer/policy"],
     "services/data/stream.py": ["tests/services/data"],
     "services/replay/store.py": ["tests/services/replay"],
+    "trainer/audit": ["tests/trainer/audit", "tests/trainer/observe/test_audit.py"],
     "services/sandbox": ["tests/services/reward"],
 }
 """The tests of rooms that have no folder or file of tests of the same name."""

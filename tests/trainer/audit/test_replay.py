@@ -5,6 +5,7 @@ The damage is done to the files directly, without the code that reads or writes 
 
 import json
 import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -373,6 +374,9 @@ def test_the_command_says_what_it_is_at(
         said = ""
         with waits.waits_told():
             watchdog.at("reading the record")
+            if not is_told:
+                time.sleep(0.05)
+                said = capsys.readouterr().err
             while is_told and "s: reading the record\n" not in said:
                 said += capsys.readouterr().err
         assert bool(said) == is_told
@@ -391,6 +395,11 @@ def test_a_misspelt_stage_is_refused(run_dir: Path, capsys: pytest.CaptureFixtur
         replay.main([str(run_dir), "--step", str(STEP), "--stages", "reward"])
     assert ended.value.code == 2
     assert "did you mean rewards?" in capsys.readouterr().err
+    for words, missing in (([], "--step"), (["--certify", "file"], "--seed")):
+        with pytest.raises(SystemExit) as ended:
+            replay.main([str(run_dir), *words])
+        assert ended.value.code == 2
+        assert missing in capsys.readouterr().err
 
 
 def test_episodes_come_out_again_and_what_was_changed_in_one_is_named(
@@ -418,7 +427,7 @@ def test_episodes_come_out_again_and_what_was_changed_in_one_is_named(
     def of_reward(completion: Document) -> None:
         completion["reward"] += 1.0
 
-    changes = {
+    changes: dict[Callable[[Document], None], tuple[Stage, str]] = {
         of_environment: ("episodes", "before answer 1, token "),
         of_model: ("episodes", "before answer 1, token "),
         of_end: ("rewards", "episode 0 of group"),

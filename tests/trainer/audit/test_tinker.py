@@ -4,10 +4,12 @@ import json
 import random
 import shutil
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import msgspec
 import pytest
+import torch
 
 from common.settings.config import Config
 from learning.ranks import Ranks
@@ -33,12 +35,12 @@ class Learner(CountingLearner):
         self.calls.append(("close", ""))
 
 
-async def record(directory: Path, draw: random.Random) -> dict[str, list[int]]:
+async def record(directory: Path, draw: random.Random, **options: int) -> dict[str, list[int]]:
     """Makes runs of random operations; returns how many each has that change it, and how many
     weights it has saved.
     """
     counts = {}
-    async with serving(directory, Learner(), EchoEngine()) as client:
+    async with serving(directory, Learner(), EchoEngine(), **options) as client:
         for number in range(3):
             run = await client.run(number, seed=number)
             counts[run] = [1, 0]
@@ -53,7 +55,7 @@ async def record(directory: Path, draw: random.Random) -> dict[str, list[int]]:
                     request = made["request_id"]
                 assert (await client.result(request)).status_code == 200
                 counts[run][kind.startswith("save")] += 1
-    setup = msgspec.structs.replace(Setup.here(Ranks()), device="another device")
+    setup = msgspec.structs.replace(Setup.here(Ranks()), device="another device", threads=2)
     content = {
         "config": Config().model_dump(mode="json"),
         "setup": msgspec.to_builtins(setup),
@@ -92,9 +94,15 @@ def change_weights(directory: Path, run: str) -> None:
 
 
 async def test_answers_and_saved_weights_come_out_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    request: pytest.FixtureRequest,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
+    request.addfinalizer(partial(torch.set_num_threads, torch.get_num_threads()))
     counts = await record(tmp_path / "server", random.Random(0))
+    # Where only one run fits into memory, the others begin again with a snapshot.
+    await record(tmp_path / "small", random.Random(1), resident=1)
     learners: list[Learner] = []
 
     def made(config: Config, ranks: Ranks) -> Learner:
@@ -109,7 +117,7 @@ async def test_answers_and_saved_weights_come_out_again(
         assert learners[-1].runs == {}, "no run is left in memory"
         assert learners[-1].calls[-1] == ("close", "")
         told = dict(line.split(": ", 1) for line in capsys.readouterr().out.splitlines())
-        assert "another device" in told.pop("numbers may differ")
+        assert "another device" in told.pop("numbers may differ"), "the threads are the same"
         return ended.value.code, told
 
     equal = {
@@ -117,6 +125,7 @@ async def test_answers_and_saved_weights_come_out_again(
         for run, (operations, saved) in counts.items()
     }
     assert audited(tmp_path / "server") == (0, equal)
+    assert audited(tmp_path / "small")[0] == 0
     for number, change in enumerate((change_answer, change_adapter, change_weights)):
         copy = tmp_path / str(number)
         shutil.copytree(tmp_path / "server", copy)

@@ -298,6 +298,26 @@ def test_a_dead_job_group_restarts_nothing(restarts: bool | None, begin: str) ->
     assert remedy.startswith(begin or "start it again")
 
 
+def test_what_kept_a_run_from_its_first_step_began_with_the_wait_for_it() -> None:
+    facts = recorded("dns")
+    assert facts.started is not None
+    assert find(facts)[0].since == facts.started
+    wait = LogLine(
+        source="ppo-trainer-rank0",
+        time=facts.started + 20.0,
+        level="WARNING",
+        logger="common.clients.base",
+        text="words",
+        code="waiting",
+        fields={"service": "data-server", "problem": "unknown_name", "seconds": "5"},
+    )
+    earlier = wait.model_copy(update={"time": facts.started + 10.0})
+    facts.lines = [wait, *facts.lines]
+    assert find(facts)[0].since == facts.started + 15.0
+    facts.lines = [earlier, *facts.lines]
+    assert find(facts)[0].since == facts.started + 5.0
+
+
 def test_rank_zero_says_itself_why_it_failed() -> None:
     """The other ranks repeat its error without what makes it a wrong setting."""
     facts = recorded("disk_of_run")

@@ -11,8 +11,10 @@ import pytest
 
 from common.clients.base import Client
 from common.process.topology import DATA, REPLAY, REWARD, ROLLOUT, TRAINER, Topology
+from common.process.watchdog import RankWhere
 from common.settings.config import Config
-from trainer.diagnosis import health
+from trainer.diagnosis import health, live
+from trainer.diagnosis.facts import Facts
 from trainer.diagnosis.health import ROUTER, Health, ServiceHealth
 
 STATS: dict[str, Any] = {
@@ -66,7 +68,8 @@ def tasks(monkeypatch: pytest.MonkeyPatch) -> Tasks:
     def client(name: str, url: str, **options: Any) -> Client:
         return Client(name, url, transport=httpx.MockTransport(partial(found, name)), **options)
 
-    monkeypatch.setattr(health, "Client", client)
+    for module in (health, live):
+        monkeypatch.setattr(module, "Client", client)
     monkeypatch.setattr(health, "_FRESH_S", 0.0)
     return found
 
@@ -86,6 +89,9 @@ def asked(
                 found.append({each.name: each for each in answer})
             if where is not None:
                 where.update(await made.where())
+            clients = [each.client for each in made._targets.values()]
+            clients += [each.engine for each in made._targets.values() if each.engine]
+        assert all(client.http.is_closed for client in clients)
         return found
 
     return asyncio.run(ask())
@@ -204,3 +210,61 @@ def test_the_time_in_a_state_begins_with_it(tasks: Tasks) -> None:
     first, second, third = [found[DATA] for found in asked(lambda: None, fail)]
     assert first.since_s <= second.since_s
     assert third.since_s <= second.since_s
+
+
+def test_a_living_run_is_asked_for_its_ranks_and_its_services(
+    tasks: Tasks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(live, "_AGAIN_S", 0.0)
+    in_collective = (
+        'thread MainThread:\n  File "trainer/loop.py", line 3, in step\n'
+        '  File "x/torch/distributed/c10d_logger.py", line 83, in wrapper\n'
+        '  File "x/torch/distributed/distributed_c10d.py", line 9, in all_reduce\n'
+        'thread other:\n  File "x/torch/distributed/distributed_c10d.py", line 9, in barrier\n'
+    )
+    where = [
+        RankWhere(rank=0, name="rank 0", pid=7, stacks=in_collective),
+        RankWhere(rank=1, name="rank 1", pid=7, stacks="thread MainThread:\n  elsewhere"),
+        RankWhere(rank=2, name="rank 2", pid=0),
+    ]
+    tasks.other[f"{TRAINER}/ranks"] = [each.model_dump() for each in where]
+    tasks.other[f"{TRAINER}/workers"] = [{"num_nodes": 2}, {"num_nodes": 3}]
+
+    def facts_of(**options: Any) -> Facts:
+        facts = Facts(directory="run", now=0.0, state="running")
+        asyncio.run(live.ask(facts, Config(), Topology(), headers={}, **options))
+        assert facts.asked
+        assert facts.now > 0
+        return facts
+
+    facts = facts_of()
+    assert facts.trainer_problem == ""
+    assert [rank.name for rank in facts.ranks] == ["rank 0", "rank 1", "rank 2"]
+    assert [rank.answered for rank in facts.ranks] == [True, True, False]
+    assert [rank.collective for rank in facts.ranks] == ["all_reduce", "", ""]
+    names = [service.name for service in facts.services]
+    assert names == [*(f"{ROLLOUT}-{n}" for n in range(3)), ROUTER, DATA, REWARD, REPLAY]
+    assert TRAINER not in names
+    assert facts_of(own=True).ranks == []
+
+    for answer, problem in (
+        (httpx.ConnectError("Connection refused"), "refused"),
+        (httpx.ReadTimeout("timed out"), "silent"),
+        ([{"rank": "none"}], "error"),
+    ):
+        tasks.other[f"{TRAINER}/ranks"] = answer
+        facts = facts_of()
+        assert (facts.ranks, facts.trainer_problem) == ([], problem)
+
+    # A service that is silent once was only busy.
+    asked_again = iter([httpx.ReadTimeout("timed out")])
+    answer_of = Tasks.__call__
+
+    def once_late(self: Tasks, service: str, request: httpx.Request) -> httpx.Response:
+        if service == DATA and request.url.path == "/health":
+            for error in asked_again:
+                raise error
+        return answer_of(self, service, request)
+
+    monkeypatch.setattr(Tasks, "__call__", once_late)
+    assert {service.state for service in facts_of().services} == {"healthy"}

@@ -310,7 +310,7 @@ def test_damaged_files_do_not_stop_it(tmp_path: Path) -> None:
         file.write(b'not json\n{"no": "step"}\n{"step": 4, "hal')
     (run / "state" / "logs").mkdir(parents=True)
     (run / "state" / "logs" / "data-server.log").write_bytes(
-        b'\xff\xfe\n{"time"\n2026-99-99 00:00:00,000 INFO x: y\n'
+        b'\xff\xfe\n{"time"\n{"time": "2026-01-01T00:00:00"}\n2026-99-99 00:00:00,000 INFO x: y\n'
     )
     assert read_facts(run).step == 3
 
@@ -321,7 +321,11 @@ def test_the_addresses_are_read_as_they_were_written(tmp_path: Path) -> None:
         "data-server-0.group": LocalHost("127.1.2.4"),
     }
     topology = Topology("group", node_ips=("127.1.2.3",), local_hosts=hosts)
+    began = time.time()
     write_topology(tmp_path, topology, world_size=2)
+    started_at = read_facts(tmp_path).started
+    assert started_at is not None
+    assert began <= started_at <= time.time()
     found = read_topology(tmp_path)
     assert found is not None
     assert (
@@ -375,6 +379,8 @@ def test_of_a_long_log_the_whole_lines_at_its_end_are_read(
 def test_an_error_leaves_the_block_with_the_line_that_names_the_file(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", 3)
     write(run / "attempts.jsonl", [{"time": time.time(), "run_id": "group-1", "step": 0}])
+    with RunLock(run, "group-1"):
+        assert read_facts(run).lives
     with RunLock(run, "group-1"), pytest.raises(ServiceError) as raised, diagnosed(run, Config()):
         raise ServiceError("something", remedy="do this")
     line = "The run ended with an error: something"

@@ -1,22 +1,35 @@
 """What an audit records: groups exactly as the trainer read them, and checksums that see one bit."""
 
+from collections.abc import Callable
+from importlib import metadata
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
 import torch
 
+from common import VERSION
 from common.errors import ConfigError
 from common.settings.config import load
 from common.settings.sections import TrainerSection
 from common.wire.schemas import Completion, Group, Turn
 from learning.digest import digest
 from learning.ranks import Ranks
+from tests.support.batches.groups import batch_of, make_group
+from trainer.algorithms.batch import Batch
 from trainer.audit.comparison import compare_columns, differences
 from trainer.audit.history import UNREAD_OF_TRAINER
-from trainer.observe.audit import Setup
-from trainer.observe.group_files import GroupRecorder, RecordedGroup, read_trained
+from trainer.observe.audit import Audit, AuditRecord, Setup
+from trainer.observe.group_files import (
+    GroupRecorder,
+    RecordedGroup,
+    read_texts,
+    read_trained,
+    recorded_steps,
+)
 
 
 def ints(*values: int) -> np.ndarray:
@@ -159,3 +172,74 @@ def test_settings_that_an_update_does_not_read_exist() -> None:
 def test_an_audit_needs_the_groups() -> None:
     with pytest.raises(ConfigError, match="needs the groups of every step"):
         load(["--trainer.audit", "true", "--trainer.keep_groups_mb", "0"], {})
+
+
+def test_the_record_of_a_run_is_read_as_it_was_written(tmp_path: Path) -> None:
+    config = load([], {})
+    policy: Any = SimpleNamespace(
+        config=config, ranks=Ranks(), step=0, total_steps=9, digest=lambda: f"weights {policy.step}"
+    )
+    critic: Any = SimpleNamespace(resident=lambda: ([], []))
+    rng = np.random.default_rng(0)
+    batches: dict[int, Batch] = {}
+    for number, (run_id, first, last) in enumerate((("one", 0, 3), ("two", 2, 5))):
+        audit = Audit(tmp_path, run_id)
+        policy.step = first
+        audit.begin(policy, "embedded", ("rewards",) if number else ())
+        assert AuditRecord(tmp_path).last_step == (3 if number else 0)
+        for step in range(first + 1, last + 1):
+            groups = [make_group(rng, [1.0, 0.0], position=7 * step + place) for place in (0, 3)]
+            batches[step] = batch_of(groups, config)
+            policy.step = step
+            update: Any = SimpleNamespace(
+                norms=(step / 4,), gradients=(f"gradient {step}",), digest_seconds=2.0
+            )
+            audit.step(policy, critic, batches[step], update)
+    record = AuditRecord(tmp_path)
+    assert record.last_step == 5
+    for step, batch in batches.items():
+        line = record.step(step)
+        assert line.run_id == ("two" if step > 2 else "one"), "the third was made again"
+        assert line.groups == [item.group.id for item in batch.groups]
+        assert len(set(line.seeds)) == 2
+        assert (line.norms, line.gradients) == ([step / 4], [f"gradient {step}"])
+        assert (line.critic, line.values, line.reference_logprobs) == (None, None, None)
+        assert (line.total_steps, line.seconds >= 2.0) == (9, True)
+        assert line.weights == record.weights_at(step) == f"weights {step}"
+        start = record.start(line)
+        assert (start.given, start.step) == ((["rewards"], 2) if step > 2 else ([], 0))
+        assert start.config == config.model_dump(mode="json")
+    packages = start.setup.packages
+    assert packages["torch"] == metadata.version("torch")
+    assert packages["rlhf-math"] == VERSION
+    assert (record.weights_at(0), record.weights_at(6)) == ("weights 0", None)
+    errors: list[Callable[[], object]] = [
+        lambda: record.step(6),
+        lambda: record.start(msgspec.structs.replace(line, run_id="three")),
+        lambda: AuditRecord(tmp_path / "none"),
+    ]
+    for wrong in errors:
+        with pytest.raises(ConfigError):
+            wrong()
+
+
+def test_the_groups_of_the_newest_steps_are_kept(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    sizes: dict[int, int] = {}
+    for keep in (1 << 20, 0):
+        # The second attempt continues, with room for two and a half steps.
+        keep_bytes = keep or round(2.5 * max(sizes.values()))
+        recorder = GroupRecorder(tmp_path, keep_bytes, 0 if keep else 4, whole=True)
+        for step in range(1, 5) if keep else range(5, 8):
+            groups = [make_group(rng, [1.0, 0.0] * 4, position=step) for _ in range(3)]
+            recorder.step(step, [RecordedGroup(each) for each in groups], [])
+            recorder.flush()
+            kept = recorded_steps(tmp_path)
+            sizes[step] = kept[step].stat().st_size
+            assert sorted(kept) == list(range(1, step + 1))[-(4 if keep else 2) :]
+            texts = read_texts(tmp_path, step)
+            assert [each.id for each in texts] == [each.id for each in groups]
+            assert [each.prompt_tokens for each in texts] == [
+                each.prompt_token_ids.tolist() for each in groups
+            ]
+    assert read_texts(tmp_path, 1) == []

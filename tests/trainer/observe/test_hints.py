@@ -179,7 +179,7 @@ CASES: list[tuple[str, list[dict[str, Any]], dict[str, Any], tuple[str, ...]]] =
     ),
     (
         "reward_hacking",
-        [{"reward": 0.8, "accuracy": 0.3, "rewards": {"math": 0.5, "style": 0.9}}],
+        [{"reward": 0.8, "accuracy": 0.3, "rewards": {"brief": -0.01, "style": 0.9}}],
         {},
         ("rose from 0.500 to 0.800", "accuracy fell from 0.500 to 0.300", ": style (0.00 → 0.90)"),
     ),

@@ -14,6 +14,7 @@ from common.errors import ConfigError
 from common.settings.config import Config
 from tests.support.runs.run_files import make_run
 from trainer.evaluation.evaluation import Answer, Evaluation
+from trainer.observe import run_dir
 from trainer.observe.group_files import DIRECTORY, read_trained, recorded_steps
 from trainer.observe.jsonl import JsonlReader, last_steps, parsed
 from trainer.observe.run_dir import Recorder, check_run, is_run, read_lines, run_ids
@@ -33,8 +34,9 @@ def evaluation(step: int, right: int, **more: Any) -> Evaluation:
 
 
 def test_an_evaluation_is_kept_with_its_answers_and_reported_with_what_changed(
-    tmp_path: Path,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(run_dir, "_SHOWN_PROBLEMS", 2)
     said = io.StringIO()
     with recorder(tmp_path, said, run_id="one") as made:
         made.evaluation(evaluation(0, 1))
@@ -49,8 +51,9 @@ def test_an_evaluation_is_kept_with_its_answers_and_reported_with_what_changed(
         assert [answer["correct"] for answer in line["answers"]] == [i < right for i in range(3)]
     told = said.getvalue()
     assert told.count("2 of 3 held-out problems were trained on") == 1
-    problems = [told.index(f"problem: problem {i}") for i in (1, 0, 2)]
+    problems = [told.index(f"problem: problem {i}") for i in (1, 0)]
     assert problems == sorted(problems), "the one with another verdict comes first"
+    assert "problem: problem 2" not in told
     assert told.count("response 1 of 0") == told.count("response 1 of 4") == 1
 
 
@@ -75,6 +78,16 @@ def test_a_resumed_run_keeps_the_lines_up_to_its_step(tmp_path: Path, step: int)
         with pytest.raises(ConfigError) as refused:
             check_run(tmp_path)
         assert refused.value.field == "RUN_DIR"
+
+
+def test_a_damaged_line_is_an_error_unless_a_crash_cut_the_last_one(tmp_path: Path) -> None:
+    path = tmp_path / "lines.jsonl"
+    path.write_text('{"step": 1}\n{"step": 2}\n{"st')
+    assert read_lines(path) == [{"step": 1}, {"step": 2}]
+    path.write_text('{"step": 1}\n{"st\n{"step": 3}\n')
+    with pytest.raises(ConfigError) as refused:
+        read_lines(path)
+    assert "line 2" in refused.value.message
 
 
 def test_the_groups_of_a_step_that_are_not_kept_are_an_error(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import time
 from collections import Counter
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
 import numpy as np
 import pytest
@@ -54,7 +55,7 @@ def random_group(draw: random.Random, rng: np.random.Generator, step: int, place
 
 
 def random_update(draw: random.Random) -> UpdateMetrics:
-    numbers = {
+    numbers: dict[str, Any] = {
         name: draw.uniform(0.0, 1e-3)
         for name, kind in UpdateMetrics.__annotations__.items()
         if kind in (float, "float")
@@ -75,7 +76,8 @@ def test_every_number_is_as_defined(tmp_path: Path, seed: int) -> None:
     metrics = Metrics("trainer")
     said = io.StringIO()
     totals = Counter[str]()
-    before = {"lost": Counter[str](), "refused": 0}
+    lost_before = Counter[str]()
+    refused_before = 0
     with Recorder(tmp_path, config, Console(file=said)) as recorder:
         log = RunLog(
             config,
@@ -144,8 +146,8 @@ def test_every_number_is_as_defined(tmp_path: Path, seed: int) -> None:
                     "rewards": pytest.approx(scores),
                     "logged": {"mine": step / 8},
                     "dropped": dict(drops.counts),
-                    "lost_episodes": dict(drops.lost_episodes - before["lost"]),
-                    "refused_calls": drops.refused_calls - before["refused"],
+                    "lost_episodes": dict(drops.lost_episodes - lost_before),
+                    "refused_calls": drops.refused_calls - refused_before,
                     "critic": None,
                     "weights_checksum": f"sum {step}",
                 }
@@ -153,7 +155,8 @@ def test_every_number_is_as_defined(tmp_path: Path, seed: int) -> None:
                     exact = isinstance(value, str | dict | bool | None) or name == "rewards"
                     assert record[name] == (value if exact else pytest.approx(value)), name
                 assert record["update"]["loss"] == update.metrics.loss
-                before = {"lost": drops.lost_episodes.copy(), "refused": drops.refused_calls}
+                lost_before = drops.lost_episodes.copy()
+                refused_before = drops.refused_calls
 
                 totals["trainer_trained_tokens_total"] += update.metrics.trained_tokens
                 totals["trainer_updates_total applied"] += update.metrics.updates
@@ -177,10 +180,11 @@ def test_every_number_is_as_defined(tmp_path: Path, seed: int) -> None:
                     assert all(np.array_equal(*pair) for pair in zip(rows, were, strict=True))
                 assert [item.weight for item in kept] == [item.weight for item in items]
                 assert [item.reused for item in kept] == [item.reused for item in items]
-                for name, columns in (
-                    ("advantages", batch.advantages),
-                    ("logprobs", update.logprobs),
-                ):
+                computed: dict[str, Any] = {
+                    "advantages": batch.advantages,
+                    "logprobs": update.logprobs,
+                }
+                for name, columns in computed.items():
                     rows = [row for item in kept for row in getattr(item, name)]
                     assert all(np.array_equal(*pair) for pair in zip(rows, columns, strict=True))
 
@@ -191,6 +195,8 @@ def test_every_number_is_as_defined(tmp_path: Path, seed: int) -> None:
         assert page["trainer_evaluation_standard_error_ratio"] == 0.125
         assert page["trainer_evaluation_pass_ratio 8"] == 0.75
         log.report(tmp_path / "step_3")
+        with pytest.raises(ZeroDivisionError), log.training(STEPS, STEPS):
+            raise ZeroDivisionError
     lines = read_lines(tmp_path / "metrics.jsonl")
     assert [line["step"] for line in lines] == [1, 2, 3]
     assert "step_3" in said.getvalue()

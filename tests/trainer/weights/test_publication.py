@@ -235,6 +235,8 @@ class Run:
     """A publisher and its nodes."""
 
     def __init__(self, folder: Path, way: str, draw: random.Random) -> None:
+        of_another_run = folder / "published" / "v000000"
+        of_another_run.mkdir(parents=True)
         self.board = WeightBoard(folder / "published")
         self.sizes: list[int] = []
         static = folder / "config.json"
@@ -401,7 +403,9 @@ def test_engines_that_cannot_take_part_are_told_and_end_their_group(tmp_path: Pa
                     timeout=timedelta(seconds=0.1),
                     wait_for_workers=False,
                 )
-            run.publisher.publish(weights.items(), run.nodes[0].version + 1)
+            run.publisher.publish(weights.items(), latest.version + 1)
+            latest = run.board.latest()
+            assert latest
 
 
 def test_a_broadcast_that_breaks_though_every_engine_is_there_goes_as_files(
@@ -421,8 +425,40 @@ def test_a_broadcast_that_breaks_though_every_engine_is_there_goes_as_files(
     for version in (1, 2):
         manifest, _ = sender.publish([("a", torch.ones(1))], version)
         assert (manifest.version, manifest.broadcast) == (version, None)
+    # A disk that was full for a while is no reason to have no files ever after.
+    static = tmp_path / "missing"
+    sender._static_files.append(static)
+    with pytest.raises(StorageFailed):
+        asyncio.run(board.with_files(manifest, LIMIT_S))
+    static.write_text("{}")
     written = asyncio.run(board.with_files(manifest, LIMIT_S))
-    assert [file.name for file in written.files] == ["model.safetensors"]
+    assert [file.name for file in written.files] == ["missing", "model.safetensors"]
+
+
+def test_a_transfer_counts_its_buckets_and_closes_a_group_that_was_given_up() -> None:
+    class Slow(EngineGroup):
+        closes = 0
+
+        def send(self, flat: Tensor) -> None:
+            assert may_go_on.wait(LIMIT_S)
+
+        def close(self, stuck: bool = False) -> None:
+            self.closes += 1
+            super().close(stuck)
+
+    worker = WorkerReport(name="rollout-server-0", url="", num_nodes=1, state="ready", version=None)
+    for is_given_up in (False, True):
+        may_go_on = threading.Event()
+        group = Slow([worker], Rendezvous("127.0.0.1"), LIMIT_S)
+        sending = transfer.Transfer(group, [torch.zeros(1, dtype=torch.uint8)] * 2)
+        for index in range(2):
+            sending.put(index)
+        sending.finish()
+        if is_given_up:
+            group.close(stuck=True)
+        may_go_on.set()
+        sending.done.result(LIMIT_S)
+        assert (sending.sent, group.closes) == (2, 2 * is_given_up)
 
 
 def test_an_engine_with_another_nccl_is_refused(tmp_path: Path) -> None:
@@ -468,6 +504,10 @@ def test_a_version_is_whole_or_not_there(tmp_path: Path, kind: str) -> None:
     with pytest.raises(RuntimeError):
         write_version(breaks(), [static], directory, RUN, 1)
     assert not list(directory.iterdir())
+    pieces: list[int] = []
+    large = [("a", torch.ones(1 << 20))]
+    write_version(large, [static], directory, RUN, 1, wrote=lambda: pieces.append(1))
+    assert len(pieces) >= 4
     found = write_version(weights, [static], directory, RUN, 1)
     assert (found.kind, found.version, found.run_id) == (kind, 1, RUN)
     name = "model" if kind == "model" else "adapter_model"
