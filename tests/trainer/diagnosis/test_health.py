@@ -214,7 +214,7 @@ def test_the_time_in_a_state_begins_with_it(tasks: Tasks) -> None:
 def test_a_living_run_is_asked_for_its_ranks_and_its_services(
     tasks: Tasks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(live, "Client", health.Client)
+    monkeypatch.setattr(live, "Client", vars(health)["Client"])
     monkeypatch.setattr(live, "_AGAIN_S", 0.0)
     in_collective = (
         'thread MainThread:\n  File "trainer/loop.py", line 3, in step\n'
