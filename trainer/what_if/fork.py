@@ -90,8 +90,7 @@ def main(argv: list[str] | None = None) -> None:
             for group in line["groups"]
             if line["step"] > step and group["position"] not in answers.used
         ]
-    content = json.dumps(said, indent=1, default=str)
-    (output / FORK).write_text(content + "\n", encoding="utf-8")
+    (output / FORK).write_text(json.dumps(said, indent=1, default=str), encoding="utf-8")
 
     if arguments.prepare:
         variables = {"RUN_DIR": str(output)} | {variable(name): changes[name] for name in changes}

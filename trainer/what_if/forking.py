@@ -168,20 +168,26 @@ def _answer(completion: Completion) -> Json:
 
 def _recorded_start(run_dir: Path) -> AuditedStart:
     """Returns what a run without an audit record says of its newest attempt."""
-    content = read_settings(run_dir)
+    # `save_model` may have added the configuration of the model.
+    found = read_settings(run_dir)
+    content = {name: found[name] for name in Config.model_fields if name in found}
     attempt = read_lines(run_dir / ATTEMPTS)[-1]
     given: list[Given] = []
     if attempt["data"] != content["data"]["source"]:
         given.append("prompts")
     if not all(name in BUILT_IN or ":" in name for name in reward_names(content)):
         given.append("rewards")
-    device = content["trainer"]["device"]
-    setup = Setup(packages={}, world_size=1, threads=1, device=device, instructions="")
     return AuditedStart(
         step=0,
         run_id=attempt["run_id"],
         config=content,
-        setup=setup,
+        setup=Setup(
+            packages={},
+            world_size=1,
+            threads=1,
+            device=content["trainer"]["device"],
+            instructions="",
+        ),
         weights="",
         engine="",
         given=given,

@@ -102,7 +102,7 @@ def explain(facts: RunFacts, metric: str | None = None, step: int | None = None)
     elif step is None and jump is not None:
         step = jump.step if jump.metric in _OF_THE_STEP else jump.step - 1
     carriers: Json = {"groups": [], "how": ""}
-    if step in facts.groups:
+    if step is not None and facts.groups.get(step):
         carriers = _carriers(facts, step)
     return {
         "jump": jump and jump.text,
@@ -115,11 +115,10 @@ def explain(facts: RunFacts, metric: str | None = None, step: int | None = None)
 
 def _jump(facts: RunFacts, metric: str | None) -> Jump | None:
     names = _WATCHED if metric is None else (metric,)
-    jumps = filter(None, map(facts.jump, names))
-    largest = max(jumps, key=lambda jump: jump.size, default=None)
-    if largest is not None and (metric or largest.size >= _LEAST):
-        return largest
-    return None
+    # A number that was asked for may jump by chance.
+    least = 0.0 if metric else _LEAST
+    jumps = [jump for jump in map(facts.jump, names) if jump is not None and jump.size >= least]
+    return max(jumps, key=lambda jump: jump.size, default=None)
 
 
 def _carriers(facts: RunFacts, step: int) -> Json:
@@ -143,17 +142,23 @@ def _carriers(facts: RunFacts, step: int) -> Json:
             how += f"; the gradient cannot be recomputed: {error.message}"
     rows.sort(key=lambda row: -row["share"])
     # The fewest groups that make half of the update.
-    shares = itertools.accumulate(row["share"] for row in rows)
+    shares = list(itertools.accumulate(row["share"] for row in rows))
     count = 1 + sum(share < 0.5 for share in shares)
     ordered = [groups[row["id"]] for row in rows]
-    for row, group in zip(rows[:_GROUPS], ordered, strict=False):
+    traits = _traits(ordered[:count], ordered[count:])
+    if shares[-1] < 0.5:
+        traits = [f"the terms of KL and entropy make {1 - shares[-1]:.0%} of the update"]
+    # A group of equal rewards carries nothing.
+    shown = [row for row in rows[:_GROUPS] if row["share"] != 0.0]
+    for row in shown:
+        group = groups[row["id"]]
         row["tokens"] = _texts(facts.directory, row.pop("pushing", []))
         row |= {"step": step, "prompt": (group.prompt or "")[:200]}
         row |= {"reward": group.reward, "rewards": group.rewards}
     return {
-        "groups": rows[:_GROUPS],
+        "groups": shown,
         "how": how,
-        "traits": _traits(ordered[:count], ordered[count:]),
+        "traits": traits,
     }
 
 
@@ -197,7 +202,7 @@ def _print(answer: Json, console: Console) -> None:
     for place, cause in enumerate(answer["causes"]):
         title = "also" if place else "likely cause"
         console.print(f"{title}: {cause['name']}", style="bold")
-        console.print(f"  {cause['what']}\n  remedy: {cause['remedy']}")
+        console.print("  {what}\n  remedy: {remedy}".format(**cause))
         if cause["groups"]:
             places = ", ".join(f"step {step} {name}" for step, name in cause["groups"])
             console.print(f"  groups: {places}")

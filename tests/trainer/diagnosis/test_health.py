@@ -68,7 +68,8 @@ def tasks(monkeypatch: pytest.MonkeyPatch) -> Tasks:
     def client(name: str, url: str, **options: Any) -> Client:
         return Client(name, url, transport=httpx.MockTransport(partial(found, name)), **options)
 
-    monkeypatch.setattr(health, "Client", client)
+    for module in (health, live):
+        monkeypatch.setattr(module, "Client", client)
     monkeypatch.setattr(health, "_FRESH_S", 0.0)
     return found
 
@@ -214,7 +215,6 @@ def test_the_time_in_a_state_begins_with_it(tasks: Tasks) -> None:
 def test_a_living_run_is_asked_for_its_ranks_and_its_services(
     tasks: Tasks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(live, "Client", vars(health)["Client"])
     monkeypatch.setattr(live, "_AGAIN_S", 0.0)
     in_collective = (
         'thread MainThread:\n  File "trainer/loop.py", line 3, in step\n'

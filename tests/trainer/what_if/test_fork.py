@@ -150,6 +150,8 @@ def test_without_an_audit_a_run_is_forked_from_its_checkpoints(
     run_dir = tmp_path / "run"
     words = ["--reproducible=true", "--trainer.max_staleness=0", "--trainer.audit=false"]
     train_in_process(audited(base_model, run_dir, *words), quiet())
+    settings = run_dir / "config.json"
+    settings.write_text(json.dumps(json.loads(settings.read_text()) | {"hidden_size": 64}))
     fork = [str(run_dir), "--output", str(tmp_path / "fork"), "--step"]
     with pytest.raises(ConfigError) as caught:
         main([*fork, "3"])

@@ -169,6 +169,17 @@ def test_the_parts_of_the_groups_are_the_gradient_of_the_step(
 
 @pytest.mark.integration
 @pytest.mark.slow
+def test_a_kl_term_that_outweighs_the_rewards_is_named(base_model: Path, tmp_path: Path) -> None:
+    words = ["--algorithm.kl_coef=50", "--trainer.max_steps=2", "--optimizer.learning_rate=1e-3"]
+    train_in_process(audited(base_model, tmp_path, *words), quiet())
+    answer = explain(RunFacts.read(tmp_path), step=2)
+    assert sum(row["share"] for row in answer["groups"]) < 0.5
+    assert len(answer["traits"]) == 1
+    assert "KL" in answer["traits"][0]
+
+
+@pytest.mark.integration
+@pytest.mark.slow
 def test_causes_that_were_put_into_runs_are_named_first(base_model: Path) -> None:
     """All ten take minutes: `python -m checks.causes`."""
     done = subprocess.run(
