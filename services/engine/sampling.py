@@ -69,22 +69,24 @@ def sample(logits: Tensor, state: Tensor, plain: bool, kept: int = 0) -> Tensor:
     `kept` of them.
     """
     _, _, temperature, top_p, uniform, top_k, min_p = state[: len(FIELDS)]
-    finite = torch.isfinite(logits.sum(-1))
+    invalid = logits.sum(-1) * 0.0  # NaN unless they are finite
     if len(state) > len(FIELDS):
         logits = _barred(logits, state[len(FIELDS) :])
-    greedy = temperature < GREEDY_BELOW
-    scaled = logits / torch.where(greedy, 1.0, temperature).float()[:, None]
+    if not plain:
+        greedy = temperature < GREEDY_BELOW
+        temperature = torch.where(greedy, 1.0, temperature)
+    scaled = logits / temperature.float()[:, None]
     scaled -= scaled.amax(-1, keepdim=True)
     weights = scaled.exp()
-    normaliser = weights.sum(-1, dtype=torch.float64)
     more: tuple[Tensor, ...] = ()
     if plain:
-        tokens = _draw(weights, uniform)
+        tokens, normaliser = _draw(weights, uniform)
     else:
+        normaliser = weights.sum(-1, dtype=torch.float64)
         probs = weights / normaliser[:, None].float()
         is_kept, order, count = _truncate(probs, top_p.float(), top_k, min_p=min_p.float())
         left = torch.where(is_kept, weights, 0.0)
-        tokens = torch.where(greedy, logits.argmax(-1), _draw(left, uniform))
+        tokens = torch.where(greedy, logits.argmax(-1), _draw(left, uniform)[0])
         if kept:
             order[:, 0] = torch.where(greedy, tokens, order[:, 0])
             of_token = scaled.gather(1, tokens[:, None])[:, 0]
@@ -94,9 +96,8 @@ def sample(logits: Tensor, state: Tensor, plain: bool, kept: int = 0) -> Tensor:
                 torch.where(greedy, 1, count),
                 *order[:, :kept].T,
             )
-    logprobs = scaled.gather(1, tokens[:, None])[:, 0] - normaliser.log()
-    rows = (tokens, torch.where(finite, logprobs, torch.nan), *more)
-    return torch.stack([row.double() for row in rows])
+    logprobs = scaled.gather(1, tokens[:, None])[:, 0] - normaliser.log() + invalid
+    return torch.stack([row.double() for row in (tokens, logprobs, *more)])
 
 
 def _barred(logits: Tensor, barred: Tensor) -> Tensor:
@@ -107,26 +108,28 @@ def _barred(logits: Tensor, barred: Tensor) -> Tensor:
     return padded.scatter(1, tokens, -torch.inf)[:, :vocabulary]
 
 
-def _draw(weights: Tensor, uniform: Tensor) -> Tensor:
+def _draw(weights: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
     """Inverts the cumulative distribution in two levels, block and token, as a cumulative sum over
-    all of V is slow.
+    all of V is slow. Returns the tokens and the sums of the weights.
 
     Sums are float64, so that unlikely tokens of a large vocabulary keep their share.
     """
     rows, vocabulary = weights.shape
     width = 1 << (vocabulary.bit_length() // 2)
     blocks = torch.nn.functional.pad(weights, (0, -vocabulary % width)).view(rows, -1, width)
-    cumulative = blocks.sum(-1, dtype=torch.float64).cumsum(-1)
-    target = (uniform * cumulative[:, -1])[:, None]
+    sums = blocks.sum(-1, dtype=torch.float64)
+    cumulative = sums.cumsum(-1)
+    total = cumulative[:, -1]
+    target = (uniform * total)[:, None]
     block = torch.searchsorted(cumulative, target, right=True).clamp(max=blocks.shape[1] - 1)
-    target -= torch.where(block > 0, cumulative.gather(1, (block - 1).clamp(min=0)), 0.0)
+    target -= cumulative.gather(1, block) - sums.gather(1, block)
     of_block = blocks.gather(1, block[..., None].expand(rows, 1, width))[:, 0]
     inside = of_block.cumsum(-1, dtype=torch.float64)
     # Rounding may put the target at the end of the block: keep it on the last token with any
     # weight.
     target = torch.minimum(target, inside[:, -1:].nextafter(inside.new_zeros(1)))
     token = torch.searchsorted(inside, target, right=True).clamp(max=width - 1)
-    return (block * width + token)[:, 0].clamp(max=vocabulary - 1)
+    return (block * width + token)[:, 0].clamp(max=vocabulary - 1), total
 
 
 def _truncate(
