@@ -10,11 +10,9 @@ synchronous and must run in one thread.
 import logging
 from collections import Counter
 from collections.abc import Iterable
-from contextlib import suppress
 from dataclasses import dataclass
 
 from common.errors import InvalidInput
-from common.process.storage import StorageFailed
 from common.wire.schemas import TakeRequest
 from services.http.sqlite_store import Damaged, sealed
 from services.replay.database import MAX_PRIORITY, Full
@@ -201,9 +199,10 @@ class Store(Queries):
         return found
 
     def end_take(self, request_id: str) -> Lease:
-        """Ends a request without groups, so that it gets none later."""
-        # On a full disk only a copy that arrives late would make a difference.
-        with suppress(StorageFailed), self.transaction():
+        """Ends a request without groups, so that it gets none later. Raises StorageFailed, after
+        which the client asks again: a copy that arrives late could lease groups to nobody.
+        """
+        with self.transaction():
             self._answered(request_id)
         return Lease([], [], self.evicted_for(request_id))
 

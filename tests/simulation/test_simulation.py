@@ -30,9 +30,15 @@ def test_runs_with_faults_train_on_every_prompt_once(first: int) -> None:
     simulate_all(range(first, first + _PART))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("first", range(300, 2_000, 100))
+@pytest.mark.integration
+@pytest.mark.parametrize("first", range(300, 1_000, 100))
 def test_more_runs_with_faults(first: int) -> None:
+    simulate_all(range(first, first + 100))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", range(1_000, 10_000, 100))
+def test_ten_thousand_runs_with_faults(first: int) -> None:
     simulate_all(range(first, first + 100))
 
 
@@ -41,16 +47,22 @@ def test_a_service_that_cannot_start_yet_is_started_again() -> None:
 
 
 def test_no_engine_with_old_weights_gets_requests() -> None:
-    simulate_all(range(32), "fleet")
+    simulate_all(range(16), "fleet")
 
 
 def test_an_engine_that_the_router_still_lists_does_not_start() -> None:
     simulate_all(LISTED_WHILE_IT_STARTS, "fleet")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("first", range(32, 632, 100))
+@pytest.mark.integration
+@pytest.mark.parametrize("first", range(16, 216, 100))
 def test_no_engine_with_old_weights_gets_requests_in_more_runs(first: int) -> None:
+    simulate_all(range(first, first + 100), "fleet")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", range(216, 1_016, 100))
+def test_no_engine_with_old_weights_gets_requests_in_a_thousand_runs(first: int) -> None:
     simulate_all(range(first, first + 100), "fleet")
 
 

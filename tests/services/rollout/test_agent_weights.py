@@ -174,6 +174,15 @@ async def test_weights_that_an_engine_starts_from_are_verified_again(
     assert (await store.fetch(manifest) / "w").read_bytes() == b"one"
 
 
+async def test_weights_that_were_stored_before_are_verified_before_they_are_used_again(
+    client: TrainerClient, board: WeightBoard, store: WeightStore
+) -> None:
+    manifest = publish(board, 1, {"w": b"one"})
+    path = await store.fetch(manifest)
+    (path / "w").write_bytes(b"onE")
+    assert (await store.fetch(manifest) / "w").read_bytes() == b"one"
+
+
 @pytest.mark.parametrize("deleted", ["", "v000001", "v000001/w"])
 @pytest.mark.parametrize("version", [1, 2])
 async def test_deleted_directories_of_a_node_are_made_again(
