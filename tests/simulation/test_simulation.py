@@ -12,6 +12,9 @@ from tests.simulation.run import SCENES, in_memory, simulate
 from tests.support.paths import ROOT
 
 _PART = 25
+FOUND = (2079, 2715, 3443, 5405, 6540, 8063, 8145, 8789)
+"""Seeds that found faults of the product: a data-server that forgot which runs had ended, a late
+copy of a group that was counted as stale, a request without groups that a full disk kept open."""
 FULL_WHILE_IT_STARTS = (955, 1148)
 """Seeds with which a service starts on a new volume of a full disk."""
 
@@ -40,6 +43,10 @@ def test_more_runs_with_faults(first: int) -> None:
 @pytest.mark.parametrize("first", range(1_000, 10_000, 100))
 def test_ten_thousand_runs_with_faults(first: int) -> None:
     simulate_all(range(first, first + 100))
+
+
+def test_what_seeds_have_found_stays_mended() -> None:
+    simulate_all(FOUND)
 
 
 def test_a_service_that_cannot_start_yet_is_started_again() -> None:

@@ -420,25 +420,23 @@ class Collector:
             self._held.add(group_id)
             del self.untaken[group.position]
         if taken.evicted:
-            self._drop_stale(request.min_version, taken.evicted)
+            self._drop_stale(request.min_version)
         return groups
 
-    def _drop_stale(self, min_version: int, evicted: int) -> None:
-        """Drops the groups that are older than `min_version`, of which the replay buffer evicted
-        `evicted`.
+    def _drop_stale(self, min_version: int) -> None:
+        """Drops the groups that are older than `min_version`: the replay buffer evicts them. How
+        many it has evicted says less: a group that is still being stored follows later, and a late
+        copy of one that was trained on counts, too.
         """
         stale = [group for group in self._graded() if group.weight_version < min_version]
         self.drops.add(stale, "stale", f"its weights are older than version {min_version}")
-        # The count follows `evicted`: a stale group that is still being stored is evicted, and
-        # counted, in a later call.
-        self.drops.counts["stale"] += evicted - len(stale)
         log.warning(
             "dropping the stale groups at the positions %s of the prompt stream",
             [group.position for group in stale],
         )
         for group in stale:
             self._retry(self.untaken[group.position].drawn)
-        self._collect_more(evicted)
+        self._collect_more(len(stale))
 
     async def replace_equal(self, groups: Sequence[Group]) -> None:
         """Drops groups that were taken and have equal rewards; collects groups of other prompts."""
