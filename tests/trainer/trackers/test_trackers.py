@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from common.errors import ConfigError
 from common.settings.config import Config, load
 from common.settings.sections import TrackersSection
 from tests.support.paths import ROOT
+from tests.support.runs.fake_trackers import END
 from tests.support.services.apps import tiny
 from trainer import TrainerConfig, train_in_process
 from trainer.observe.run_dir import read_lines
@@ -25,6 +27,17 @@ from trainer.trackers.base import LIBRARIES, RunInfo, check
 from trainer.trackers.thread import TrackerThread
 
 FAKES = "tests.support.runs.fake_trackers"
+
+
+@pytest.fixture(autouse=True)
+def _no_tracker_outlives_its_test() -> Iterator[None]:
+    yield
+    END.set()
+    for each in threading.enumerate():
+        if each.name.startswith("tracker "):
+            each.join(60)
+            assert not each.is_alive(), each.name
+    END.clear()
 
 
 @pytest.fixture(autouse=True)
@@ -166,6 +179,7 @@ def test_a_tracker_that_does_not_return_is_said_to_hang(
         thread.put("metrics", step=1, values={})
         time.sleep(0.01)
     assert sum("it hangs" in line for line in told) == 1
+    thread.end(finished=True)
 
 
 def test_a_queue_that_is_full_loses_records_at_once_and_says_so_once(tmp_path: Path) -> None:
