@@ -103,8 +103,8 @@ types: $(VENV)/.made
 	$(VENV)/bin/lint-imports
 
 # A file's tests share their fixtures, so a file stays in one process. Many tests wait: four processes keep two cores busy.
-# Test subprocesses read compiled modules, so bytecode must be written. Without the limit of restarts, xdist would repeat a file
-# whose worker has ended for ever.
+# Test subprocesses read compiled modules, so bytecode must be written. A worker that ends is not started again: xdist would run
+# its file again and again.
 PYTEST = PYTHONDONTWRITEBYTECODE= OMP_WAIT_POLICY=passive OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 
 # mypy uses one core, and runs beside the tests.
@@ -122,7 +122,7 @@ test: style $(BASE)/config.json
 suite: $(BASE)/config.json
 	$(PYTEST) -m 'not slow'
 
-test-slow test-long: PYTEST += --timeout 900 -o faulthandler_timeout=950
+test-slow test-long test-oldest chaos fuzz: PYTEST += --timeout 900 -o faulthandler_timeout=950
 
 test-slow: $(BASE)/config.json
 	$(PYTEST) -m 'slow and not long'
