@@ -163,6 +163,9 @@ def place() -> tuple[str, float] | None:
 def start() -> None:
     """Starts the thread that handles SIGUSR1 and SIGQUIT and looks for stalls. Further calls do
     nothing.
+
+    A SIGUSR1 is lost when the kernel gives it to a thread that runs no Python, which happens while
+    such a thread starts: send it again.
     """
     global _wakeup
     if _wakeup is not None:

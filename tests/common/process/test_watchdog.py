@@ -7,7 +7,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -60,14 +60,23 @@ class Hanging:
             self.process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log, env=env)
         self.says("ready")
 
-    def says(self, *texts: str, after: str = "") -> str:
-        """Returns the log once it contains all of these texts behind its beginning `after`."""
-        limit = time.monotonic() + 400
-        while not all(text in self._log.read_text()[len(after) :] for text in texts):
-            assert time.monotonic() < limit, self._log.read_text()
-            assert self.process.poll() is None, self._log.read_text()
+    def says(
+        self, *texts: str, after: str = "", meanwhile: Callable[[], None] | None = None
+    ) -> str:
+        """Returns the log once it contains all of these texts behind its beginning `after`. Calls
+        `meanwhile` now and every few seconds until then."""
+        limit = time.monotonic() + 300
+        looks = 0
+        while True:
+            text = self._log.read_text()
+            if looks and all(each in text[len(after) :] for each in texts):
+                return text
+            assert time.monotonic() < limit, text
+            assert self.process.poll() is None, text
+            if meanwhile and looks % 60 == 0:
+                meanwhile()
+            looks += 1
             time.sleep(0.05)
-        return self._log.read_text()
 
     def end(self) -> None:
         self.process.kill()
@@ -96,12 +105,14 @@ STACKS = (
 def test_sigusr1_shows_pending_calls_and_every_stack(hanging: Hanging) -> None:
     before = ""
     for _ in range(2):
-        hanging.process.send_signal(signal.SIGUSR1)
-        text = hanging.says("where this process is (SIGUSR1)", *AWAITED, *STACKS, after=before)
+        text = hanging.says(
+            "where this process is (SIGUSR1)",
+            *AWAITED,
+            *STACKS,
+            after=before,
+            meanwhile=lambda: hanging.process.send_signal(signal.SIGUSR1),
+        )
         before = text
-        time.sleep(
-            1
-        )  # faulthandler writes one report at a time and drops signals that arrive meanwhile
     assert "nothing has happened" not in text
     assert "aiohttp" in text  # the stacks reach the innermost coroutine
     hanging.process.send_signal(signal.SIGQUIT)
