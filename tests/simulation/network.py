@@ -232,6 +232,7 @@ class Node:
             try:
                 answered(reply)
             except Broken as broken:
+                self._story.say(f"BROKEN by {self.name}: {broken}")
                 self.errors.append(broken)
         return reply
 
@@ -335,6 +336,8 @@ class Net:
         self.nodes: dict[str, Node] = {}
         self.lives = 0
         """Lives of the process "", which is no node: the trainer's."""
+        self.is_copied: Callable[[Call], bool] = lambda _: True
+        """Whether the network may repeat a request."""
         self._cuts: list[tuple[str, str]] = []
         """Pairs of machines that do not reach each other; "*" is every machine."""
 
@@ -424,6 +427,8 @@ class Wire(Network):
         # On one machine few calls are lost.
         spared = net.is_local(self._owner, node) and rng.random() < 0.9
         kind = "" if spared else net.chance.draw()
+        if kind in ("repeated", "late copy") and not net.is_copied(call):
+            kind = ""
         if kind:
             net.story.fault(kind, f"{call} to {node.name}")
         await asyncio.sleep(rng.uniform(0.0005, 30.0 if kind == "slow" else 0.01))

@@ -7,12 +7,13 @@ from pathlib import Path
 
 from fastapi.dependencies import models
 
+from tests.simulation.episodes import EpisodeWorld
 from tests.simulation.fleet import Fleet
 from tests.simulation.scene import Scene
 from tests.simulation.virtual_time import simulated
 from tests.simulation.world import World
 
-SCENES: dict[str, type[Scene]] = {"groups": World, "fleet": Fleet}
+SCENES: dict[str, type[Scene]] = {"groups": World, "episodes": EpisodeWorld, "fleet": Fleet}
 """By the names that the command takes."""
 
 

@@ -23,6 +23,8 @@ from tests.simulation.virtual_time import VirtualLoop
 _T = TypeVar("_T")
 Send = Callable[[dict[str, Any]], Awaitable[None]]
 Receive = Callable[[], Awaitable[dict[str, Any]]]
+Spans = list[tuple[int, int, int]]
+"""Which version sampled which tokens: (version, start, end)."""
 PER_TOKEN_S = 0.05
 GRADER_LIMIT_S = 2.0
 """How long a call of a reward function may take."""
@@ -109,8 +111,8 @@ class Engines:
         self.run = ""
         self.failing = 0.0
         """Share of requests that fail."""
-        self.generated: dict[tuple[int, ...], int] = {}
-        """The version that sampled each answer, by its tokens."""
+        self.generated: dict[tuple[int, ...], Spans] = {}
+        """The versions that sampled each answer, by `key_of` its tokens."""
 
     def app(self, _: Path) -> Any:
         async def app(scope: Any, receive: Receive, send: Send) -> None:
@@ -118,36 +120,55 @@ class Engines:
             if scope["path"] != "/generate":
                 await reply_to(send, {"status": "healthy"})
                 return
-            self._count_group(dict(scope["headers"]))
+            self.count_group(dict(scope["headers"]))
             version = self.version
             if self._rng.random() < self.failing:
                 await reply_to(send, {"error": {"message": "out of memory"}}, 500)
                 return
-            answers = []
-            longest = 0
-            for _ in range(body["sampling_params"]["n"]):
-                length = self._rng.randint(2, 8)
-                longest = max(longest, length)
-                ids = [self._rng.randrange(3, 300) for _ in range(length)]
-                self.generated[tuple(ids)] = version
-                pairs = [[-0.5, token, None] for token in ids]
-                meta = {
-                    "finish_reason": {"type": "stop"},
-                    "output_token_logprobs": pairs,
-                    "weight_version": str(version),
-                }
-                text = " ".join(map(str, ids))
-                answers.append({"text": text, "output_ids": ids, "meta_info": meta})
-            await self._sleep(longest * PER_TOKEN_S)
+            prompt = body["input_ids"]
+            sampled = [self.sample(prompt) for _ in range(body["sampling_params"]["n"])]
+            await self._sleep(max(map(len, sampled)) * PER_TOKEN_S)
+            answers = [self._answer(prompt, ids, version) for ids in sampled]
             await reply_to(send, answers if len(answers) > 1 else answers[0])
 
         return app
 
-    def _count_group(self, headers: dict[bytes, bytes]) -> None:
+    def sample(self, prompt: list[int]) -> list[int]:
+        """Returns the tokens of an answer."""
+        length = self._rng.randint(2, 8)
+        return [self._rng.randrange(3, 300) for _ in range(length)]
+
+    def key_of(self, prompt: list[int], ids: list[int]) -> tuple[int, ...]:
+        """Returns the key of an answer in `generated`."""
+        return tuple(ids)
+
+    def _answer(self, prompt: list[int], ids: list[int], began: int) -> dict[str, Any]:
+        """Returns an answer that began with a version. Its second half is of the version that has
+        come meanwhile.
+        """
+        middle = len(ids) // 2
+        spans = [(began, 0, middle), (self.version, middle, len(ids))]
+        if began == self.version:
+            spans = [(began, 0, len(ids))]
+        self.generated[self.key_of(prompt, ids)] = spans
+        keys = ("version", "start", "end")
+        meta = {
+            "finish_reason": {"type": "stop"},
+            "output_token_logprobs": [[-0.5, token, None] for token in ids],
+            "weight_version": str(began),
+            "weight_versions": [dict(zip(keys, span, strict=True)) for span in spans],
+        }
+        return {"text": " ".join(map(str, ids)), "output_ids": ids, "meta_info": meta}
+
+    def count_group(self, headers: dict[bytes, bytes]) -> None:
         """Raises Broken for a group that has begun although every slot was taken."""
         if headers[b"x-run-id"].decode() != self.run:
             return
-        self.groups.add(headers[b"x-request-id"].decode())
+        self.begin(headers[b"x-request-id"].decode())
+
+    def begin(self, group: str) -> None:
+        """Counts a group. Raises Broken when every slot was taken."""
+        self.groups.add(group)
         allowed = self.allowed()
         expect(
             len(self.groups) <= allowed,

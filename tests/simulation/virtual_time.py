@@ -193,6 +193,7 @@ def simulated(seed: int) -> Iterator[VirtualLoop]:
         patch.object(time, "perf_counter", lambda: loop.now + 1000.0),
         patch.object(time, "time", lambda: loop.now + _EPOCH_S + loop.wall_offset_s),
         patch.object(secrets, "token_hex", lambda size=16: f"{next(ids):0{2 * size}x}"),
+        patch.object(secrets, "token_urlsafe", lambda _: f"key{next(ids)}"),
         patch.object(secrets, "randbits", lambda _: next(ids)),
         patch.object(anyio.to_thread, "run_sync", in_thread),
         patch.object(fastapi.routing, "_populate_api_route_state", _populated),

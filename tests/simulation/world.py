@@ -25,7 +25,7 @@ from common.errors import ServiceError
 from common.process import logs
 from common.prompts.prompter import Prompter, PromptStyle
 from common.settings.config import Config, load
-from common.wire.schemas import Group, Prompt
+from common.wire.schemas import Completion, Group, Prompt
 from services.data.app import create_data_app
 from services.data.stream import permutation
 from services.replay.app import create_replay_app
@@ -39,6 +39,7 @@ from tests.simulation.stand_ins import (
     Engines,
     Graders,
     Loop,
+    Spans,
     graded_by,
     reward_of,
 )
@@ -81,7 +82,9 @@ def _prompts() -> list[Prompt]:
 
 
 @lru_cache
-def _config(staleness: int, when_stale: str, *, reuse: float, capacity: int, name: str) -> Config:
+def _config(
+    staleness: int, when_stale: str, *, reuse: float, capacity: int, more: tuple[Any, ...]
+) -> Config:
     """Returns the settings of a run; they are read alone."""
     settings = {
         "model.name": ROOT / ".cache" / "tiny-base",
@@ -100,6 +103,7 @@ def _config(staleness: int, when_stale: str, *, reuse: float, capacity: int, nam
         "rollout.max_context_tokens": 256,
         "limits.max_failed_groups": 1000,
         "limits.service_timeout_s": 240,
+        **dict(more),
     }
     words = []
     for field_name, value in settings.items():
@@ -118,8 +122,6 @@ class Checkpoint:
 class World(Scene):
     """A run of single completions."""
 
-    environment = ""
-
     def __init__(self, seed: int, directory: Path, loop: VirtualLoop) -> None:
         super().__init__(seed, directory, loop)
         staleness = self.rng.choice((0, 1, 2))
@@ -129,10 +131,9 @@ class World(Scene):
         """Fresh groups of a step."""
         self.slots = (staleness + 1) * self.fresh
         capacity = self.rng.choice((100_000, (staleness + 1) * BATCH * _GROUP_SIZE))
-        self.config = _config(
-            staleness, self.when_stale, reuse=reuse, capacity=capacity, name=self.environment
-        )
-        self.engines = Engines(self.rng, asyncio.sleep)
+        more = tuple(self.more_settings().items())
+        self.config = _config(staleness, self.when_stale, reuse=reuse, capacity=capacity, more=more)
+        self.engines = self.make_engines()
         self.graders = Graders(self.rng)
         self.engines.failing = self.rng.choice((0.0, 0.0, 0.1))
         self._grader_faults = self.rng.choice((0.0, 0.0, 0.1))
@@ -153,6 +154,13 @@ class World(Scene):
         """The errors with which attempts ended."""
         self.trained: list[tuple[int, Group]] = []
         """(step, group) of what was trained on, without what was lost with a crash."""
+
+    def more_settings(self) -> dict[str, Any]:
+        """Returns the settings of a scene."""
+        return {}
+
+    def make_engines(self) -> Engines:
+        return Engines(self.rng, asyncio.sleep)
 
     def stand_ins(self, stack: ExitStack) -> None:
         super().stand_ins(stack)
@@ -198,7 +206,7 @@ class World(Scene):
         copies = self.net.copies()
         if copies:
             self.loop.run_until_complete(asyncio.wait(copies))
-        self._check_end(progress)
+        self.check_end(progress)
 
     def _end_attempt(self) -> None:
         """Ends the trainer's process, and what it did after its checkpoint."""
@@ -212,6 +220,7 @@ class World(Scene):
 
     def _check_failure(self, error: ServiceError) -> None:
         """Raises Violation for an error that no fault explains."""
+        self.check_nodes()
         never = error.code == "no_batch" or error.field == "/groups/ack"
         explained = not never and (self.lost_data or self.story.faults["failing disk"])
         if not explained or len(self.failures) > _MAX_FAILURES:
@@ -308,7 +317,9 @@ class World(Scene):
         self.lost_data = True
         self.story.fault("emptied", node.name)
 
-    def _services(self) -> Services:
+    def services(self) -> Services:
+        """Returns the clients of an attempt."""
+
         def client(kind: type[Client], name: str) -> Any:
             limit = self.config.limits.service_timeout_s
             return kind(name, f"http://{name}", deadline_s=limit)
@@ -325,7 +336,7 @@ class World(Scene):
         run_id = f"run-{self.attempts}"
         logs.set_run(run_id)
         self.story.say(f"attempt {self.attempts} begins after step {self.saved.step}")
-        services = self._services()
+        services = self.services()
         style = PromptStyle.of(self.config)
         context = RolloutContext(
             self.config,
@@ -406,27 +417,39 @@ class World(Scene):
             if (group.id in trained) != item.reused:
                 raise Violation(f"group {group.id} is trained on twice, or reused before it was")
             trained.add(group.id)
+            staleness = self.config.trainer.max_staleness
             for completion in group.completions:
-                version = self.engines.generated.get(tuple(completion.token_ids.tolist()))
-                if version is None:
+                spans = self.spans_of(completion)
+                if spans is None:
                     raise Violation(f"no engine sampled a completion of {group.id}")
-                if any(span[0] != version for span in completion.weight_versions):
-                    raise Violation(f"{group.id} says {completion.weight_versions}, not {version}")
+                if completion.weight_versions != spans:
+                    raise Violation(f"{group.id} says {completion.weight_versions}, not {spans}")
+                if not staleness and len(spans) > 1:
+                    raise Violation(f"{group.id} is of several versions: {spans}")
+                version = min(span[0] for span in spans)
                 is_bound = not item.reused and self.when_stale != "train"
-                if is_bound and version < step - self.config.trainer.max_staleness:
+                if is_bound and version < step - staleness:
                     raise Violation(f"{group.id} of version {version} is trained on at step {step}")
-                if completion.reward != reward_of(completion.text):
+                if completion.reward != self.reward_of(completion):
                     raise Violation(f"a completion of {group.id} has the reward of a fault")
+
+    def spans_of(self, completion: Completion) -> Spans | None:
+        """Returns the versions that sampled a completion; None when no engine has."""
+        return self.engines.generated.get(tuple(completion.token_ids.tolist()))
+
+    def reward_of(self, completion: Completion) -> float:
+        """Returns the reward that a completion has when no fault befalls it."""
+        return reward_of(completion.text)
 
     def _check_drops(self) -> None:
         """Checks that no fault has become a reward, also where it cost the group."""
         for dropped in self.drops[-1].recent():
             for completion in dropped.group.completions:
                 is_graded = not math.isnan(completion.reward)
-                if is_graded and completion.reward != reward_of(completion.text):
+                if is_graded and completion.reward != self.reward_of(completion):
                     raise Violation(f"a completion of {dropped.group.id} has the reward of a fault")
 
-    def _check_end(self, progress: PromptProgress) -> None:
+    def check_end(self, progress: PromptProgress) -> None:
         """Checks what was trained on, in all, and what the services have at the end."""
         steps = Counter(step for step, _ in self.trained)
         if steps != Counter(dict.fromkeys(range(1, STEPS + 1), self.fresh)):
