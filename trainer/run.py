@@ -243,6 +243,8 @@ class Run:
             self.listener.on_event(self, "evaluate", metrics=evaluation.summary())
 
     def _save(self) -> Path:
+        if self.lock is not None:
+            self.lock.check()
         self.checkpoints.wait()
         progress = self.rollouts.progress if self.rollouts else PromptProgress()
         step = self.policy.step

@@ -95,9 +95,10 @@ class RunLock:
         """Raises ServiceError when another run took over the directory because this one was stopped
         for too long.
         """
-        if self._thief is not None:
+        # A process that wakes up may be here before its next heartbeat.
+        if self._was_taken_over():
             raise ServiceError(
-                f"this process was suspended or slow, and {_who(self._thief)} took over its "
+                f"this process was suspended or slow, and {_who(self._thief or {})} took over its "
                 "directory",
                 code="run_taken_over",
                 field=self._field,

@@ -396,7 +396,8 @@ class EpisodeService:
             id=f"{request.request_id}-{index}{try_of_it}",
             status=outcome.status,
             stop_reason=outcome.stop_reason,
-            reward=outcome.reward,
+            # A program may grade what the model was never asked for.
+            reward=outcome.reward if outcome.status == "ok" else None,
             answer=encodable(outcome.answer),
             sequences=sequences,
             components={encodable(name): value for name, value in outcome.components.items()},

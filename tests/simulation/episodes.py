@@ -100,7 +100,7 @@ class EpisodeWorld(World):
         """Sequences of whole episodes: their versions, and the reward that they must have."""
         self._owners: dict[tuple[int, ...], str] = {}
         """The episode to which an answer of the engines belongs."""
-        self._agent_faults = self.rng.choice((0.0, 0.0, 0.05))
+        self._agent_faults = self.rng.choice((0.0, 0.0, 0.2))
         grading = self.rng.choice(("returned", "posted", "none"))
         self._is_graded = self._plays_game or grading != "none"
         says_retries = self.rng.random() < 0.5

@@ -211,9 +211,9 @@ class Node:
             raise httpx.ConnectError("refused")
         answered = self.model.asked(call) if size is None else None
         if not isinstance(self.app, StandIn):
-            task = self.run(serve(self.app, call, size, connection))
+            task = self.run(self._checked(serve(self.app, call, size, connection), answered))
         elif size is None:
-            task = self.run(self.app.answer(call))
+            task = self.run(self._checked(self.app.answer(call), answered))
         else:
             raise httpx.ReadError("the connection broke")
         try:
@@ -227,7 +227,15 @@ class Node:
         if isinstance(error, Exception):
             self.errors.append(error)
             return Reply(500, {})
-        reply = task.result()
+        return task.result()
+
+    async def _checked(
+        self, serving: Coroutine[Any, Any, Reply], answered: Answered | None
+    ) -> Reply:
+        """Returns the process's answer, which the model sees at this moment: whoever asked may have
+        stopped.
+        """
+        reply = await serving
         if answered is not None and reply.is_success:
             try:
                 answered(reply)
@@ -378,7 +386,7 @@ class Net:
 
     def _machine(self, name: str) -> str:
         node = self.named(name)
-        return "trainer" if node is None else node.machine
+        return (name or "trainer") if node is None else node.machine
 
     @contextlib.contextmanager
     def joined(self) -> Iterator[None]:

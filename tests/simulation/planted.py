@@ -334,7 +334,101 @@ _FLEET = {
         "trainer/weights/board.py", "            self._confirmed = manifest\n", ""
     ),
 }
-BUGS |= {name: bug._replace(scene="fleet") for name, bug in _FLEET.items()}
+
+_EPISODES = {
+    # ---------------------------------------------------------------- the environment-server
+    "a session is kept after its episode": Bug(
+        "services/environment/service.py",
+        "self._sessions.pop(session.id, None)",
+        "self._sessions.get(session.id)",
+    ),
+    "a request is counted as one episode at its end": Bug(
+        "services/environment/service.py", "self._running -= request.n", "self._running -= 1"
+    ),
+    "episodes are played again for a retry": Bug(
+        "services/environment/service.py",
+        "if known is None or known.task.cancelled():",
+        "if known is None or known.task.done():",
+    ),
+    "an episode that was lost is a zero": Bug(
+        "services/environment/outcome.py",
+        'outcome.status = "died"\n            outcome.detail = str(error)',
+        "outcome.reward = 0.0\n            outcome.detail = str(error)",
+    ),
+    "a program may grade a call without an answer": Bug(
+        "services/environment/program_runner.py",
+        "        session.close()\n        _check_answered(session)\n        if has_failed",
+        "        session.close()\n        if has_failed",
+    ),
+    "an episode that failed keeps its reward": Bug(
+        "services/environment/service.py",
+        'reward=outcome.reward if outcome.status == "ok" else None',
+        "reward=outcome.reward",
+    ),
+    # ---------------------------------------------------------------- its gateway
+    "an answer counts as read once it is sent": Bug(
+        "services/environment/app.py",
+        "answer.call.was_taken = connection.deliver().taken",
+        "connection.deliver()",
+    ),
+    "an equal call is the same call": Bug(
+        "services/environment/session.py", "        if calls and is_retry:", "        if calls:"
+    ),
+    "a call that failed keeps its turn": Bug(
+        "services/environment/session.py",
+        "self.turns -= 1  # the call may be repeated",
+        "pass",
+    ),
+    "a call is answered before it is sampled": Bug(
+        "services/environment/session.py",
+        "        call.mark_unanswered()\n        # Siblings",
+        "        # Siblings",
+    ),
+    # ---------------------------------------------------------------- its record
+    "an episode has the version of its first answer": Bug(
+        "services/environment/tree.py",
+        "if not begins or begins[-1][0] != version:",
+        "if not begins:",
+    ),
+    "what the template adds is trained on": Bug(
+        "services/environment/tree.py", "mask += [0] * len", "mask += [1] * len"
+    ),
+    "an answer that two sequences share is trained on twice": Bug(
+        "services/environment/tree.py", "    owned.update(path)\n", ""
+    ),
+    "a tool call that failed is made again": Bug(
+        "services/environment/class_runner.py",
+        "            result = await self._run(function, timeout_s)\n",
+        "            await self._run(function, timeout_s)\n"
+        "            result = await self._run(function, timeout_s)\n",
+    ),
+    # ---------------------------------------------------------------- the collector
+    "a lost episode is a whole one": Bug(
+        "trainer/rollouts/group_maker.py",
+        'if episode.status == "ok":',
+        "if episode.sequences or whole:",
+    ),
+}
+
+_TAKEOVER = {
+    "a run that has ended takes groups": Bug(
+        "services/replay/buffer.py", "        self.runs.check_current(request.run_id)\n", ""
+    ),
+    "a run that has ended adds groups": Bug(
+        "services/replay/worker.py", "            self.buffer.runs.check(logs.run_id())\n", ""
+    ),
+    "a run that has ended draws prompts": Bug(
+        "services/data/stream.py",
+        "            self._runs.check(logs.run_id())\n            position = None",
+        "            position = None",
+    ),
+    "no run ends": Bug("common/process/current_run.py", "            self._run = run_id\n", ""),
+    "a run that was taken over begins again": Bug(
+        "common/process/current_run.py", "if run_id in self._ended:", "if False:"
+    ),
+}
+for scene, bugs in (("fleet", _FLEET), ("episodes", _EPISODES), ("takeover", _TAKEOVER)):
+    BUGS |= {name: bug._replace(scene=scene) for name, bug in bugs.items()}
 
 
 class _Planted(SourceFileLoader):

@@ -14,7 +14,7 @@ import orjson
 
 from common.clients.network import Reply, Sent
 from services.environment.template import Template
-from tests.simulation.network import Call, Net, StandIn, Wire
+from tests.simulation.network import Broken, Call, Net, StandIn, Wire
 from tests.simulation.stand_ins import Engines, reward_of
 from tests.support.models.trap_models import letters, trap_tokenizer
 
@@ -122,7 +122,7 @@ class Agent(StandIn):
         for turn in range(self._rng.randint(1, _ROUNDS)):
             await asyncio.sleep(self._rng.uniform(0.0, 1.0))
             if self._net.chance.on and self._rng.random() < self.failing:
-                return await self._fail()
+                return await self._fail(turn)
             # Some ask for several answers to the same, which only such a client can.
             count = 2 if self._says_retries and self._rng.random() < 0.2 else 1
             answers = await asyncio.gather(*(asked.ask(messages) for _ in range(count)))
@@ -132,6 +132,8 @@ class Agent(StandIn):
                 counts = asked.has_arrived and self._rng.random() < 0.5
                 self._net.story.say(f"{task['session']['api_key']} has no answer, zero: {counts}")
                 return Reply(200, {}, b"0.0") if counts else Reply(500, {})
+            if not asked.has_retried and len(set(got)) < count:
+                raise Broken("two equal calls got one answer")
             texts += got
             messages.append({"role": "assistant", "content": got[-1]})
             messages.append({"role": "user", "content": f"And {turn}?"})
@@ -144,9 +146,12 @@ class Agent(StandIn):
             return Reply(200, {}) if is_told else Reply(500, {})
         return Reply(200, {}, orjson.dumps(reward) if self._grading == "returned" else b"")
 
-    async def _fail(self) -> Reply:
-        """Fails, or hangs."""
-        if self._rng.random() < 0.3:
+    async def _fail(self, turn: int) -> Reply:
+        """Fails, hangs, or gives a reward to nothing."""
+        kind = self._rng.choice(("fails", "hangs", "grades"))
+        if kind == "grades" and not turn:
+            return Reply(200, {}, b"1.0")
+        if kind == "hangs":
             await asyncio.sleep(1e5)
         return Reply(self._rng.choice((400, 500)), {}, b"no idea")
 
@@ -178,7 +183,8 @@ class _Calls:
 
     _count = 0
 
-    def __init__(self, agent: Agent, session: dict[str, str], limit_s: float) -> None:
+    def __init__(self, agent: "Agent", session: dict[str, str], limit_s: float) -> None:
+        self.has_retried = False
         self._agent = agent
         self._session = session
         self._limit_s = limit_s
@@ -192,6 +198,7 @@ class _Calls:
         self._count += 1
         name = f"{self._session['api_key']} {self._count}"
         for attempt in range(_TRIES):
+            self.has_retried |= attempt > 0
             headers = {CALL_HEADER: name, **self._agent.retries(attempt)}
             reply = await self._try(url, body, headers)
             if reply is not None and reply.is_success:

@@ -1,6 +1,7 @@
 """Runs the scene of a seed."""
 
 import logging
+import os
 import tempfile
 from contextlib import ExitStack
 from pathlib import Path
@@ -10,10 +11,18 @@ from fastapi.dependencies import models
 from tests.simulation.episodes import EpisodeWorld
 from tests.simulation.fleet import Fleet
 from tests.simulation.scene import Scene
+from tests.simulation.takeover import Takeover
 from tests.simulation.virtual_time import simulated
 from tests.simulation.world import World
 
-SCENES: dict[str, type[Scene]] = {"groups": World, "episodes": EpisodeWorld, "fleet": Fleet}
+# Threads take longer than the few tokens of a prompt.
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+SCENES: dict[str, type[Scene]] = {
+    "groups": World,
+    "episodes": EpisodeWorld,
+    "takeover": Takeover,
+    "fleet": Fleet,
+}
 """By the names that the command takes."""
 
 

@@ -54,10 +54,14 @@ class Loop:
         self.loop = loop
         self.tasks: set[asyncio.Task[Any]] = set()
 
+    def wait(self, task: "asyncio.Task[_T]") -> _T:
+        """Lets the virtual time pass until a task is done."""
+        return self.loop.run_until_complete(task)
+
     def begin(self, coroutine: Coroutine[Any, Any, _T]) -> Callable[[], _T]:
         task = self.loop.create_task(coroutine)
         self.tasks.add(task)
-        return lambda: self.loop.run_until_complete(task)
+        return lambda: self.wait(task)
 
     def call(self, coroutine: Coroutine[Any, Any, _T]) -> _T:
         return self.begin(coroutine)()
@@ -69,7 +73,7 @@ class Loop:
 
     def cancel(self, task: asyncio.Task[None]) -> None:
         task.cancel()
-        self.loop.run_until_complete(asyncio.wait({task}))
+        self.call(asyncio.wait({task}))
 
     def sleep(self, seconds: float) -> None:
         self.call(asyncio.sleep(seconds))

@@ -73,6 +73,28 @@ def test_no_engine_with_old_weights_gets_requests_in_a_thousand_runs(first: int)
     simulate_all(range(first, first + 100), "fleet")
 
 
+def test_an_episode_is_what_its_engines_and_its_agent_made_it() -> None:
+    simulate_all(range(12), "episodes")
+
+
+def test_a_trainer_that_was_taken_over_changes_nothing() -> None:
+    simulate_all(range(12), "takeover")
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("scene", ["episodes", "takeover"])
+@pytest.mark.parametrize("first", range(12, 212, 100))
+def test_episodes_and_takeovers_in_more_runs(scene: str, first: int) -> None:
+    simulate_all(range(first, first + 100), scene)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scene", ["episodes", "takeover"])
+@pytest.mark.parametrize("first", range(212, 1_012, 100))
+def test_episodes_and_takeovers_in_a_thousand_runs(scene: str, first: int) -> None:
+    simulate_all(range(first, first + 100), scene)
+
+
 @pytest.mark.parametrize("scene", SCENES)
 def test_a_seed_tells_the_same_story_twice(tmp_path: Path, scene: str) -> None:
     stories = [simulate(11, tmp_path / name, scene).story for name in ("once", "again")]

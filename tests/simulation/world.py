@@ -191,16 +191,16 @@ class World(Scene):
             self.attempts += 1
             self.is_up = True
             try:
-                progress = self._attempt(Loop(self.loop))
+                progress = self.attempt(Loop(self.loop))
             except Crash:
                 self.story.fault("crash", "trainer")
-                self._end_attempt()
+                self.end_attempt()
             except ServiceError as error:
                 # It says why it cannot go on, and the job group starts it again.
                 self.story.say(f"the trainer ends: {error}")
                 self.failures.append(error)
-                self._check_failure(error)
-                self._end_attempt()
+                self.check_failure(error)
+                self.end_attempt()
         self.is_up = False
         self.chance.on = False
         copies = self.net.copies()
@@ -208,7 +208,7 @@ class World(Scene):
             self.loop.run_until_complete(asyncio.wait(copies))
         self.check_end(progress)
 
-    def _end_attempt(self) -> None:
+    def end_attempt(self) -> None:
         """Ends the trainer's process, and what it did after its checkpoint."""
         self.is_up = False
         # Their ends run at this moment, and reach nobody.
@@ -218,7 +218,7 @@ class World(Scene):
         self.trained = [item for item in self.trained if item[0] <= self.saved.step]
         self.sleep(self.rng.uniform(1.0, 20.0))
 
-    def _check_failure(self, error: ServiceError) -> None:
+    def check_failure(self, error: ServiceError) -> None:
         """Raises Violation for an error that no fault explains."""
         self.check_nodes()
         never = error.code == "no_batch" or error.field == "/groups/ack"
@@ -331,10 +331,15 @@ class World(Scene):
             replay=client(ReplayClient, "replay-buffer"),
         )
 
-    def _attempt(self, loop: Loop) -> PromptProgress:
-        """Runs the trainer from its checkpoint; returns the progress at its end."""
-        run_id = f"run-{self.attempts}"
+    def set_run(self, run_id: str) -> None:
+        """Sets the run of the trainer's process."""
         logs.set_run(run_id)
+
+    def attempt(self, loop: Loop) -> PromptProgress:
+        """Runs the trainer from its checkpoint; returns the progress at its end."""
+        attempt = self.attempts
+        run_id = f"run-{attempt}"
+        self.set_run(run_id)
         self.story.say(f"attempt {self.attempts} begins after step {self.saved.step}")
         services = self.services()
         style = PromptStyle.of(self.config)
@@ -357,25 +362,31 @@ class World(Scene):
         self.engines.run = run_id
         self.engines.groups.clear()
         self.engines.allowed = partial(self._allowed, rollouts.drops, step)
-        total = rollouts.prepare(step, known=self.attempts > 1)
+        total = rollouts.prepare(step, known=attempt > 1)
         # Not before: a run does not begin with a function that fails for a made-up answer.
         self.graders.failing = self._grader_faults
         with rollouts.collecting(step, total):
             while step < total:
                 groups = rollouts.next(step)
-                self._check_batch(groups, step)
+                if attempt == self.attempts:
+                    self._check_batch(groups, step)
                 loop.sleep(self.rng.uniform(0.0, _UPDATE_S))
                 batch = Batch.of(groups, self.config, step)
                 batch.advantages = [np.zeros(length, np.float32) for length in batch.lengths]
                 step += 1
-                self.trained += [(step, item.group) for item in groups if not item.reused]
+                if attempt == self.attempts:
+                    self.trained += [(step, item.group) for item in groups if not item.reused]
                 self.story.say(f"step {step}: {[item.group.position for item in groups]}")
                 rollouts.start_acknowledging(batch)
-                served = self._publish(loop, step)
+                served = self._publish(loop, step, attempt)
                 rollouts.free_slots(batch, when=served)
                 if self.rng.random() < 0.5:
-                    self.saved = Checkpoint(step, rollouts.progress)
-                    self.story.say(f"checkpoint after step {step}: {self.saved.progress}")
+                    saved = Checkpoint(step, rollouts.progress)
+                    if attempt != self.attempts:
+                        # In the place of `RunLock.check`, which comes before it is written.
+                        raise ServiceError("another run has the directory", code="run_taken_over")
+                    self.saved = saved
+                    self.story.say(f"checkpoint after step {step}: {saved.progress}")
             return rollouts.progress
 
     def _allowed(self, drops: Drops, first_step: int) -> int:
@@ -383,10 +394,9 @@ class World(Scene):
         over = drops.counts.total() + (self.engines.version - first_step) * self.fresh
         return self.slots + over
 
-    def _publish(self, loop: Loop, step: int) -> Future[None]:
+    def _publish(self, loop: Loop, step: int, attempt: int) -> Future[None]:
         """Publishes a version: at once, or beside the next step."""
         served: Future[None] = Future()
-        attempt = self.attempts
 
         def serve() -> None:
             if attempt != self.attempts:

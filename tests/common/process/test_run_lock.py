@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -114,11 +114,11 @@ def test_a_run_without_a_heartbeat_is_taken_over_and_fails_when_it_wakes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(run_lock, "_BEAT_S", 1e6)
-    with RunLock(tmp_path, "stopped") as first, RunLock(tmp_path, "second") as second:
-        second.check()
+    with ExitStack() as stack:
+        first = stack.enter_context(RunLock(tmp_path, "stopped"))
         first.check()
-        monkeypatch.setattr(run_lock, "_BEAT_S", 0.0)
-        first._beat()  # the run wakes up
+        stack.enter_context(RunLock(tmp_path, "second")).check()
+        # The run wakes up; its next heartbeat is still to come.
         with pytest.raises(
             ServiceError, match=r"was suspended or slow, and run second \(process .* took over"
         ) as error:
