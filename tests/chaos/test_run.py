@@ -41,7 +41,7 @@ FAULTS = {
         Fault(14, "kill", "router"),
     ),
 }
-pytestmark = [pytest.mark.integration, pytest.mark.slow]
+pytestmark = pytest.mark.integration
 
 
 @pytest.mark.parametrize("kind", ["answers", "episodes"])

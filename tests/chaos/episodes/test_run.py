@@ -7,7 +7,7 @@ import pytest
 from tests.chaos.episodes.invariants import violations
 from tests.chaos.episodes.run import FAULTS, chaos
 
-pytestmark = [pytest.mark.integration, pytest.mark.slow]
+pytestmark = pytest.mark.integration
 
 
 @pytest.mark.usefixtures("base_model")
