@@ -11,7 +11,8 @@ from transformers import EarlyStoppingCallback, PrinterCallback, ProgressCallbac
 from transformers.integrations import TensorBoardCallback
 from transformers.trainer_callback import DefaultFlowCallback, TrainerState
 
-from common.errors import ConfigError
+from common.errors import ConfigError, ServiceError
+from common.process.run_lock import LOCK
 from services.data.tiny import problems
 from trainer import GRPOConfig, GRPOTrainer, OnlineRLTrainer, TrainerConfig
 from trainer.api.callbacks import Callbacks
@@ -137,6 +138,25 @@ def test_the_callbacks_of_transformers_follow_a_run(
         (line["step"], pytest.approx(line["mean_reward"])) for line in result.evaluations
     ]
     assert "eval_reward" in capsys.readouterr().out, "PrinterCallback"
+
+
+class TakesOver(TrainerCallback):
+    """Lets another run take the directory over within the second step."""
+
+    def on_step_begin(self, args: Any, state: TrainerState, control: Any, **_: Any) -> None:
+        if state.global_step == 1:
+            holder = {"run": "another", "token": "of another"}
+            (Path(args.output_dir) / LOCK).write_text(json.dumps(holder))
+
+
+def test_a_run_that_is_taken_over_writes_no_checkpoint(base_model: Path, tmp_path: Path) -> None:
+    settings = config(tmp_path, max_steps=3, save_steps=1, eval_strategy="no")
+    trainer = GRPOTrainer(str(base_model), Scripted(RISES), settings, ROWS, callbacks=[TakesOver()])
+    with pytest.raises(ServiceError) as caught:
+        trainer.train()
+    assert caught.value.code == "run_taken_over"
+    saved = sorted(path.name for path in tmp_path.glob("run/checkpoints/step_*"))
+    assert saved == ["step_000001"]
 
 
 def test_a_state_is_that_of_transformers(base_model: Path, tmp_path: Path) -> None:
