@@ -403,6 +403,11 @@ _EPISODES = {
         "            result = await self._run(function, timeout_s)\n",
     ),
     # ---------------------------------------------------------------- the collector
+    "an episode has the reward of another": Bug(
+        "trainer/rollouts/group_maker.py",
+        "enumerate(zip(episodes, answers, strict=True))",
+        "enumerate(zip(episodes, reversed(answers), strict=True))",
+    ),
     "a lost episode is a whole one": Bug(
         "trainer/rollouts/group_maker.py",
         'if episode.status == "ok":',

@@ -11,7 +11,7 @@ from fastapi.dependencies import models
 from tests.simulation.episodes import EpisodeWorld
 from tests.simulation.fleet import Fleet
 from tests.simulation.scene import Scene
-from tests.simulation.takeover import Takeover
+from tests.simulation.takeover import EpisodeTakeover, Takeover
 from tests.simulation.virtual_time import simulated
 from tests.simulation.world import World
 
@@ -21,6 +21,7 @@ SCENES: dict[str, type[Scene]] = {
     "groups": World,
     "episodes": EpisodeWorld,
     "takeover": Takeover,
+    "takeover-episodes": EpisodeTakeover,
     "fleet": Fleet,
 }
 """By the names that the command takes."""

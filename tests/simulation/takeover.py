@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 from common.errors import ServiceError
 from common.process import logs
+from tests.simulation.episodes import EpisodeWorld
 from tests.simulation.scene import Violation
 from tests.simulation.stand_ins import Loop
 from tests.simulation.virtual_time import VirtualLoop, process
@@ -144,3 +145,7 @@ class Takeover(World):
             logs._run.set(run_id)  # of this thread alone
         else:
             super().set_run(run_id)
+
+
+class EpisodeTakeover(Takeover, EpisodeWorld):
+    """A run of episodes that a second trainer takes over."""

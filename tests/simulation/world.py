@@ -197,7 +197,7 @@ class World(Scene):
                 self.end_attempt()
             except ServiceError as error:
                 # It says why it cannot go on, and the job group starts it again.
-                self.story.say(f"the trainer ends: {error}")
+                self.story.say(f"the trainer ends: {error}".replace(str(self._directory), ""))
                 self.failures.append(error)
                 self.check_failure(error)
                 self.end_attempt()
