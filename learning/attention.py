@@ -24,16 +24,15 @@ _Array = NDArray[np.int64]
 NAME = "packed"
 """Name of the attention function in transformers' registry. Without `segments` it is plain SDPA."""
 
+# Rows are computed together if the shortest has at least this share of the longest's tokens.
 _WASTE = 0.9
-"""Rows are computed together if the shortest has at least this share of the longest's tokens."""
+# Share of the prompt in a row above which a mask is cheaper than also computing the prompt's
+# queries.
 _SKIP = 0.25
-"""Share of the prompt in a row above which a mask is cheaper than also computing the prompt's
-queries."""
+# The attention functions of transformers that do what `NAME` does.
 _REPLACED = ("sdpa", "eager", NAME)
-"""The attention functions of transformers that do what `NAME` does."""
+# Scores of queries and keys that exist at once where no kernel computes them: 256 MiB in float32.
 _SCORES = 1 << 26
-"""Scores of queries and keys that exist at once where no kernel computes them: 256 MiB in
-float32."""
 _KNOWN_LAYERS = {"full_attention", "sliding_attention", "mlp", "moe"}
 _LINEAR_LAYERS = {"linear_attention", "conv", "hybrid"}
 GQA = "enable_gqa" in signature(varlen_attn).parameters

@@ -51,10 +51,10 @@ _FILES = [
     "*.txt",
     "*.jinja",
 ]
+# Files that repeat the weights in the format of another library.
 _OTHER_FILES = ["*/*", "consolidated*"]
-"""Files that repeat the weights in the format of another library."""
+# Outputs that a saved configuration may ask of every forward pass.
 _UNREAD = ("output_router_logits", "output_hidden_states", "output_attentions")
-"""Outputs that a saved configuration may ask of every forward pass."""
 
 _SAMPLES = 16
 _SAMPLE_BYTES = 1 << 16

@@ -15,8 +15,8 @@ from learning.rounded_adamw import RoundedAdamW
 from learning.sharding import full
 
 log = logging.getLogger(__name__)
+# Tensors that AdamW keeps for a parameter.
 _STATE = ("exp_avg", "exp_avg_sq", "step")
-"""Tensors that AdamW keeps for a parameter."""
 MAX_SKIPPED_UPDATES = 3
 """Consecutive updates that may be skipped because the gradient is not finite."""
 

@@ -30,16 +30,13 @@ from learning.kernels import has_triton
 from learning.linear_layers import is_by_rows
 from learning.ranks import Ranks
 
+# Most graphs of one class of layers, beyond which torch runs them uncompiled and logs that it does.
+# torch's limit is 8 for all models of a process together. Gemma 3 needs 6, for two kinds of
+# attention in each of training, scoring and recomputing, and a reference or critic 4 more.
 _GRAPHS = 64
-"""Most graphs of one class of layers, beyond which torch runs them uncompiled and logs that it
-does.
-
-torch's limit is 8 for all models of a process together. Gemma 3 needs 6, for two kinds of attention
-in each of training, scoring and recomputing, and a reference or critic 4 more.
-"""
+# Whether the limit is set by function, as since torch 2.12, where a setting would hold in one
+# thread only.
 _LIMIT_IS_AN_ARGUMENT = "recompile_limit" in signature(torch.compile).parameters
-"""Whether the limit is set by function, as since torch 2.12, where a setting would hold in one
-thread only."""
 
 
 def layers(model: Any) -> list[Any]:

@@ -20,8 +20,8 @@ from common.process import launcher
 from common.process.exits import shell_status
 from common.process.security import SecretRedactor
 
+# Output read at once, and the longest line that is passed on whole.
 _READ_BYTES = 1 << 16
-"""Output read at once, and the longest line that is passed on whole."""
 _TAIL_LINES = 30
 _POLL_S = 0.02
 _KILL_S = 10.0

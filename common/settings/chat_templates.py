@@ -7,6 +7,7 @@ from common.settings.prompt_templates import read_file
 
 OWN = "own"
 """The model's own chat template."""
+# Names already taken: arguments of transformers' `apply_chat_template`.
 _TAKEN = (
     "messages",
     "conversation",
@@ -16,9 +17,8 @@ _TAKEN = (
     "chat_template",
     "tools",
 )
-"""Names already taken: arguments of transformers' `apply_chat_template`."""
+# A tag that transformers adds to Jinja.
 _GENERATION = re.compile(r"\{%-?\s*(?:end)?generation\s*-?%\}")
-"""A tag that transformers adds to Jinja."""
 
 
 def read_chat_template(given: str) -> str:

@@ -21,6 +21,7 @@ from common.settings.sections import (
 )
 from common.settings.settings import Settings
 
+# Settings that apply to single completions and not to episodes.
 _OF_COMPLETIONS = (
     "sampling.top_p",
     "sampling.top_k",
@@ -35,21 +36,21 @@ _OF_COMPLETIONS = (
     "evaluation.min_p",
     "data.prompt_template",
 )
-"""Settings that apply to single completions and not to episodes."""
+# Settings that, once they are set, need single completions.
 _SINGLE = (
     "teacher.url",
     "algorithm.overlong_buffer",
     "algorithm.length_penalty",
     "trainer.routing_replay",
 )
-"""Settings that, once they are set, need single completions."""
+# SGLang arguments for kernels that choose the experts themselves, and that arrange the weights of
+# the experts in another way (of 0.5.21). A B200 may run them.
 _OWN_KERNELS = re.compile(
     r"--moe-runner-backend[= ](triton_kernel|flashinfer_trtllm|flashinfer_mxfp4)\b"
 )
-"""SGLang arguments for kernels that choose the experts themselves, and that arrange the weights of
-the experts in another way (of 0.5.21). A B200 may run them."""
+# SGLang arguments that spread an engine over nodes.
 _SEVERAL_NODES = frozenset({"--nnodes", "--node-rank", "--dist-init-addr", "--nccl-init-addr"})
-"""SGLang arguments that spread an engine over nodes."""
+# SGLang arguments that do not go with `trainer.weight_sync distributed`, by the reason.
 _NOT_WITH_BROADCASTS = {
     "the ranks of an engine must be its rollout.tensor_parallel_size: set that instead, or set "
     "trainer.weight_sync http": (
@@ -81,7 +82,7 @@ _NOT_WITH_BROADCASTS = {
         "--rl-quant-profile",
     ),
 }
-"""SGLang arguments that do not go with `trainer.weight_sync distributed`, by the reason."""
+# SGLang fuses these layers: an adapter that has one of the values must have the key too.
 _FUSED = {
     "q_proj": ("k_proj", "v_proj"),
     "v_proj": ("q_proj",),
@@ -89,14 +90,13 @@ _FUSED = {
     "q_a_proj": ("kv_a_proj_with_mqa",),
     "kv_a_proj_with_mqa": ("q_a_proj",),
 }
-"""SGLang fuses these layers: an adapter that has one of the values must have the key too."""
+# Layers for which SGLang 0.5.21 has adapters (`sglang/srt/lora/utils.py`).
 _ADAPTED = {
     *("q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj", "out_proj"),
     *("gate_proj", "up_proj", "gate_up_proj", "down_proj"),
     *("q_a_proj", "kv_a_proj_with_mqa", "q_b_proj", "kv_b_proj"),
     *("in_proj", "in_proj_qkvz", "lm_head"),
 }
-"""Layers for which SGLang 0.5.21 has adapters (`sglang/srt/lora/utils.py`)."""
 _NAME = re.compile(r"\{([a-z_.]+)\}")
 
 

@@ -30,8 +30,8 @@ from common.settings.section import InHelp, Section, among
 _Entry = TypeVar("_Entry", bound=Reward)
 
 
+# Maximum characters of `environment.name`, as on the wire.
 _MAX_NAME = 512
-"""Maximum characters of `environment.name`, as on the wire."""
 HARBOR_COLUMN = "harbor_task"
 """The column with the path of a Harbor task's folder, which data-server and environment-server both
 read."""

@@ -142,8 +142,8 @@ class _UniqueKeys(yaml.SafeLoader):
         return node
 
 
+# The tag of `<<`, of which a mapping may have several.
 _MERGE = "tag:yaml.org,2002:merge"
-"""The tag of `<<`, of which a mapping may have several."""
 
 
 def read_yaml(text: str) -> Any:

@@ -53,8 +53,8 @@ class Host(ABC):
 
     verifies_answers = False
     """Whether it compares a final answer with the ground truth."""
-    call_items: int | None = None
-    """Completions per call; None: `CALL_ITEMS`."""
+    call_items = CALL_ITEMS
+    """Completions per call."""
 
     def __init__(self, name: str, gives_verdicts: bool = False) -> None:
         self.name = name
@@ -97,7 +97,7 @@ class Host(ABC):
 
     async def _score(self, items: Sequence[RewardItem]) -> Scores:
         self._check_room(self.unfinished - len(items), len(items))
-        size = self.call_items or CALL_ITEMS
+        size = self.call_items
         chunks = [items[i : i + size] for i in range(0, len(items), size)]
         return await self._score_chunks(chunks, batch=object())
 
@@ -141,7 +141,7 @@ class ThreadHost(Host):
         timeout_s: seconds until a call is abandoned, for a function that does not limit its own
             time. Its thread cannot be killed and continues.
         calls: concurrent calls of a function that limits its own time.
-        call_items: completions per call; 64 when None.
+        call_items: completions per call.
     """
 
     def __init__(
@@ -149,7 +149,7 @@ class ThreadHost(Host):
         function: RewardFunction,
         timeout_s: float | None,
         calls: int,
-        call_items: int | None = None,
+        call_items: int = CALL_ITEMS,
     ) -> None:
         super().__init__(function.name, function.gives_verdicts)
         self._function = function

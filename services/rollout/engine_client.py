@@ -57,15 +57,15 @@ _CPU_OPTIONS = {
     "enable-fp32-lm-head": False,  # everything is float32
     "moe-runner-backend": None,
 }
+# Model types whose attention windows SGLang 0.5.21 ignores: every token attends to all earlier
+# tokens.
 _WITHOUT_WINDOWS = ("mistral", "mixtral", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe")
-"""Model types whose attention windows SGLang 0.5.21 ignores: every token attends to all earlier
-tokens."""
 
 TINKER_ADAPTERS = 8
 """Adapters that an engine of a tinker-server keeps."""
 _LIBRARIES = "import torch; print(torch.__version__, '.'.join(map(str, torch.cuda.nccl.version())))"
+# Limit for the import of torch, which a disk may make slow.
 _IMPORT_S = 300.0
-"""Limit for the import of torch, which a disk may make slow."""
 
 
 class LoadFailed(ServiceError):

@@ -24,8 +24,8 @@ class GenerationProbe:
         self._pause_s = min(_LOOK_S, limit_s / 8)
         self._looked = 0.0
         self._engine = Engines(api.http, [""])
+        # None while there is nothing to generate.
         self._waits: Progress | None = None
-        """None while there is nothing to generate."""
 
     async def __call__(self) -> str | None:
         """Returns why the engine is unhealthy, or None."""

@@ -23,10 +23,10 @@ from services.rollout.console import Console
 
 log = logging.getLogger(__name__)
 _STOP_S = 10.0
+# Errors of the child's own in a row that are fatal: it ended by itself before it was stable.
 _MAX_CRASHES = 5
-"""Errors of the child's own in a row that are fatal: it ended by itself before it was stable."""
+# Longest probe (`Client.unhealthy_reason`).
 _PROBE_S = 5.0
-"""Longest probe (`Client.unhealthy_reason`)."""
 
 
 class ChildFailed(ServiceError):
@@ -92,13 +92,13 @@ class SupervisedProcess:
         """Id of the child's process group while it runs."""
         self._news = News()
         self._meter: WorkMeter | None = None
+        # Ends in a row, whatever their reason; they lengthen the pause before the next start.
         self._ends = 0
-        """Ends in a row, whatever their reason; they lengthen the pause before the next start."""
         self._failed_starts = 0
         self._own_crashes = 0
         self._up_since = 0.0
+        # Exit status of the last child, if it ended by itself.
         self._status: int | None = None
-        """Exit status of the last child, if it ended by itself."""
         self._restart_reason: str | None = None
 
     def work(self) -> int:

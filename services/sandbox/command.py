@@ -97,16 +97,10 @@ class Interpreter:
     executable: str
     folders: tuple[str, ...]
     """Folders outside `/usr` that the interpreter needs."""
-    packages: bool
-    """Whether programs may import its installed packages: only if the operator named the
-    interpreter."""
+    options: tuple[str, ...]
+    """Its options for programs."""
     modules: frozenset[str]
     """Names of the modules that programs may import."""
-
-    @property
-    def options(self) -> list[str]:
-        """Its options for programs."""
-        return ["-I", "-B"] if self.packages else ["-I", "-B", "-S"]
 
 
 @dataclass(frozen=True)
@@ -160,7 +154,8 @@ def interpreters(named: str) -> list[Interpreter]:
 
 def _inspect(path: str, packages: bool) -> Interpreter | None:
     """Returns the interpreter at a path; None when it does not run or is too old."""
-    options = Interpreter(path, (), packages, frozenset()).options
+    # Only of an interpreter that the operator named may programs import the installed packages.
+    options = ("-I", "-B") if packages else ("-I", "-B", "-S")
     try:
         done = subprocess.run(
             [path, *options, "-c", _INSPECTION],
@@ -177,14 +172,14 @@ def _inspect(path: str, packages: bool) -> Interpreter | None:
     needed = {*map(Path, prefixes), Path(path).resolve().parent.parent} - {Path("/")}
     outside = [folder for folder in needed if not any(map(folder.is_relative_to, SYSTEM))]
     folders = tuple(sorted(map(str, outside)))
-    return Interpreter(path, folders, packages, frozenset(modules))
+    return Interpreter(path, folders, options, frozenset(modules))
 
 
-def bwrap_command(
-    bwrap: str, python: Interpreter, variant: Variant, *, filter_fd: int, tests: bool
-) -> list[str]:
-    """Returns the command line of a sandbox; docs/how-to/rewards.md explains its parts."""
-    words = [bwrap, *_OPTIONS.split()]
+def bwrap_options(python: Interpreter, variant: Variant, filter_fd: int) -> list[str]:
+    """Returns bubblewrap's options, before the command that runs inside; docs/how-to/rewards.md
+    explains them.
+    """
+    words = _OPTIONS.split()
     if variant.disable_userns:
         words.append("--disable-userns")
     for folder in map(Path, SYSTEM):
@@ -197,7 +192,7 @@ def bwrap_command(
     if variant.proc:
         words += ["--proc", "/proc"]
     words += ["--dev", "/dev", "--remount-ro", "/dev", "--remount-ro", "/", "--chdir", "/"]
-    return [*words, "--seccomp", str(filter_fd), "--", *inside_command(python, tests)]
+    return [*words, "--seccomp", str(filter_fd), "--"]
 
 
 def inside_command(python: Interpreter, tests: bool) -> list[str]:
@@ -279,7 +274,7 @@ def _compile(rules: list[_Rule]) -> bytes:
                 ) from None
 
     reader, writer = os.pipe()
-    with os.fdopen(reader, "rb") as source, os.fdopen(writer, "wb") as target:
-        syscalls.export_bpf(target)  # a few kilobytes, which fit into a pipe
-        target.close()
+    with os.fdopen(reader, "rb") as source:
+        with os.fdopen(writer, "wb") as target:
+            syscalls.export_bpf(target)  # a few kilobytes, which fit into a pipe
         return source.read()

@@ -14,8 +14,8 @@ from services.rollout.weights.trainer_client import TrainerClient
 log = logging.getLogger(__name__)
 _POLL_S = 2.0
 _CLEAN_UP_S = 5.0
+# The caller of `receive` ends it when `received` does not grow.
 _UNBOUNDED = math.inf
-"""The caller of `receive` ends it when `received` does not grow."""
 
 
 class BroadcastWithdrawn(ServiceError):

@@ -22,8 +22,8 @@ from common.wire.schemas import (
     WorkerReport,
 )
 
+# Seconds without a byte after which a connection is given up.
 _READ_S = 30.0
-"""Seconds without a byte after which a connection is given up."""
 
 
 @dataclass(frozen=True)
