@@ -415,7 +415,7 @@ def _attend_rows(
         if scores.cap is None and scores.sinks is None:
             result = scaled_dot_product_attention(
                 *rows,
-                attn_mask=None if causal else _additive(visible, query.dtype),
+                attn_mask=None if causal else visible,
                 is_causal=causal,
                 scale=scores.scaling,
                 enable_gqa=True,
@@ -456,17 +456,12 @@ def _attend_plainly(
     found = (query @ key.transpose(2, 3)).float() * scores.scaling
     if scores.cap is not None:
         found = scores.cap * torch.tanh(found / scores.cap)
-    found = found + _additive(visible, found.dtype)
+    found = found.masked_fill(~visible, float("-inf"))
     if scores.sinks is not None:
         sinks = scores.sinks.float().view(heads, 1, 1)
         found = torch.cat([found, sinks.expand(*found.shape[:-1], 1)], -1)
     weights = found.softmax(-1)[..., : key.shape[2]]
     return weights.to(value.dtype) @ value
-
-
-def _additive(visible: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns 0 where `visible`, and -inf elsewhere."""
-    return torch.zeros_like(visible, dtype=dtype).masked_fill_(~visible, float("-inf"))
 
 
 def _take(states: Tensor, places: Tensor) -> Tensor:

@@ -122,7 +122,7 @@ class SupervisedProcess:
             output = ChildOutput(
                 self._log_file,
                 self._show,
-                on_data=self._take_news,
+                on_data=lambda data: self._news.feed(data.decode("utf-8", "replace")),
                 on_loss=log.error,
                 redacted=True,  # SGLang logs its arguments, including the key
             )
@@ -151,9 +151,6 @@ class SupervisedProcess:
 
             backoff_s = self._timing.first_backoff_s * 2 ** max(0, self._ends - 1)
             await asyncio.sleep(min(self._timing.max_backoff_s, backoff_s))
-
-    def _take_news(self, data: bytes) -> None:
-        self._news.feed(data.decode("utf-8", "replace"))
 
     async def _run_once(self, output: ChildOutput) -> str:
         """Runs the child once. Returns why it ended."""
