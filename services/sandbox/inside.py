@@ -21,6 +21,7 @@ import base64
 import builtins
 import contextlib
 import ctypes
+import fcntl
 import gc
 import io
 import json
@@ -321,7 +322,7 @@ def _exchange(
 
 
 def _input_file(content: bytes) -> int:
-    """Returns a descriptor of a file with this content; the limit on file sizes keeps it as it is.
+    """Returns a descriptor of a file with this content, which nobody can change.
 
     Judges give a program its input as a file: some ask for its size, or read it twice.
     """
@@ -331,9 +332,12 @@ def _input_file(content: bytes) -> int:
         with tempfile.TemporaryFile(buffering=0) as file:
             fd = os.dup(file.fileno())
     else:
-        fd = os.memfd_create("input")
+        fd = os.memfd_create("input", os.MFD_ALLOW_SEALING)
     _write_all(fd, content)
     os.lseek(fd, 0, os.SEEK_SET)
+    if hasattr(fcntl, "F_ADD_SEALS"):
+        seals = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
     return fd
 
 
