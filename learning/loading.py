@@ -186,12 +186,14 @@ class Pretrained:
             output_loading_info=True,
         )
         own = named_tensors(model)
-        missing: list[str] = []
         # transformers fills them with random numbers and only warns.
-        for name in found["missing_keys"]:
-            if name not in own or self.added.first(name, own[name].shape) is None:
-                missing.append(name)
-        refuse_random(missing)
+        refuse_random(
+            [
+                name
+                for name in found["missing_keys"]
+                if name not in own or self.added.first(name, own[name].shape) is None
+            ]
+        )
         return model
 
     def fill_added(self, model: Any) -> dict[str, Tensor]:
@@ -222,8 +224,9 @@ class Pretrained:
                 )
             # Code of the model, which may not fit its config or need another package.
             except (AssertionError, AttributeError, ImportError, KeyError, TypeError) as error:
-                reason = f"transformers cannot build it: {type(error).__name__}: {error}"
-                raise ValueError(reason) from error
+                raise ValueError(
+                    f"transformers cannot build it: {type(error).__name__}: {error}"
+                ) from error
             find_decoder(model)
             self.added.change(model)
         try:

@@ -121,11 +121,11 @@ class Optimizer:
         """Returns the optimiser's tensors by "parameter.name", sharded like the parameters; empty
         before a step.
         """
-        tensors: dict[str, Tensor] = {}
-        for name, parameter in self._named.items():
-            for key, value in self._adam.state.get(parameter, {}).items():
-                tensors[f"{name}.{key}"] = value
-        return tensors
+        return {
+            f"{name}.{key}": value
+            for name, parameter in self._named.items()
+            for key, value in self._adam.state.get(parameter, {}).items()
+        }
 
     def empty_state(self, names: Collection[str]) -> dict[str, Tensor]:
         """Allocates the tensors `names` of a state_dict.

@@ -165,7 +165,9 @@ def trusted(env: Mapping[str, str] | None = None) -> ssl.SSLContext:
     try:
         return ssl.create_default_context(cafile=authority or None)
     except (ssl.SSLError, OSError) as error:
-        remedy = "name a PEM file with certificates in TLS_CA"
         raise ConfigError(
-            f"no certificate can be read: {error}", field="TLS_CA", value=authority, remedy=remedy
+            f"no certificate can be read: {error}",
+            field="TLS_CA",
+            value=authority,
+            remedy="name a PEM file with certificates in TLS_CA",
         ) from None

@@ -253,10 +253,11 @@ def pending() -> list[Awaited]:
     for call, service, since in list(_waits.values()):
         ages.setdefault((call, service), []).append(now - since)
 
-    found = list[Awaited]()
-    for (call, service), seconds in sorted(ages.items(), key=lambda item: -max(item[1])):
-        found.append(Awaited(call=call, service=service, seconds=max(seconds), count=len(seconds)))
-    return found
+    longest_first = sorted(ages.items(), key=lambda item: -max(item[1]))
+    return [
+        Awaited(call=call, service=service, seconds=max(seconds), count=len(seconds))
+        for (call, service), seconds in longest_first
+    ]
 
 
 def awaited() -> list[str]:

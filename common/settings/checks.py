@@ -124,8 +124,9 @@ def check(config: Settings) -> None:
             holder = getattr(config, section)
             default = type(holder).model_fields[field].default
             if getattr(holder, field) != presets.get(section, {}).get(field, default):
-                message = f"{name} is set but not read, since {filled(reason)}: leave it out"
-                raise ValueError(message)
+                raise ValueError(
+                    f"{name} is set but not read, since {filled(reason)}: leave it out"
+                )
 
 
 def _conflicts(config: Settings) -> Iterator[str]:

@@ -118,8 +118,12 @@ class SettingsSubset:
             value = reduce(getattr, name.split("."), config)
             default = reduce(getattr, name.split("."), plain)
             if value != default:
-                problem = f"{name} is set but not read, since {self.does}"
-                raise ConfigError(problem, field=name, value=shorten(value), remedy="leave it out")
+                raise ConfigError(
+                    f"{name} is set but not read, since {self.does}",
+                    field=name,
+                    value=shorten(value),
+                    remedy="leave it out",
+                )
 
 
 def load(

@@ -188,9 +188,7 @@ class RewardSection(Section):
 
     def for_objects(self, weights: Mapping[str, float]) -> "RewardSection":
         """Returns these settings for the caller's own objects, whose weights are given by name."""
-        functions: list[Reward] = []
-        for name, weight in weights.items():
-            functions.append(OwnReward(name=name, weight=weight))
+        functions = [OwnReward(name=name, weight=weight) for name, weight in weights.items()]
         return self.model_copy(update={"functions": functions})
 
     def function(self, kind: type[_Entry]) -> _Entry | None:

@@ -473,11 +473,17 @@ class EngineClient(Client):
         try:
             response = await self.http.post(path, json=body, timeout=timeout_s)
         except (httpx.TransportError, OSError) as error:
-            reason = f"the engine did not answer {path}: {error or type(error).__name__}"
-            raise LoadFailed(reason, field=path, remedy=OTHER_ENGINE) from None
+            raise LoadFailed(
+                f"the engine did not answer {path}: {error or type(error).__name__}",
+                field=path,
+                remedy=OTHER_ENGINE,
+            ) from None
         if not response.is_success:
-            reason = f"the engine refused {path}: {shorten(response.text)}"
-            raise LoadFailed(reason, field=path, remedy=OTHER_ENGINE)
+            raise LoadFailed(
+                f"the engine refused {path}: {shorten(response.text)}",
+                field=path,
+                remedy=OTHER_ENGINE,
+            )
 
     async def checksums(self, timeout_s: float) -> list[dict[str, str]]:
         """Returns, for each process of the engine in the order of their ranks, the checksums of all
@@ -495,8 +501,12 @@ class EngineClient(Client):
         """Raises LoadFailed unless the engine serves this version."""
         served = await self.weight_version()
         if served != version:
-            reason = f"the engine serves weights {served} instead of {version}"
-            raise LoadFailed(reason, field="weight_version", value=served, remedy=OTHER_ENGINE)
+            raise LoadFailed(
+                f"the engine serves weights {served} instead of {version}",
+                field="weight_version",
+                value=served,
+                remedy=OTHER_ENGINE,
+            )
 
     async def load_adapter(
         self, directory: Path, manifest: WeightManifest, keep: int, timeout_s: float
@@ -520,8 +530,12 @@ class EngineClient(Client):
             body = {"lora_name": name, "lora_path": str(directory)}
             loaded = await self.change_adapters("/load_lora_adapter", body, timeout_s, wanted=True)
             if loaded.get(name) != str(directory):
-                reason = f"the engine has the adapters {sorted(loaded)}, not {name}"
-                raise LoadFailed(reason, field="lora_name", value=name, remedy=OTHER_ENGINE)
+                raise LoadFailed(
+                    f"the engine has the adapters {sorted(loaded)}, not {name}",
+                    field="lora_name",
+                    value=name,
+                    remedy=OTHER_ENGINE,
+                )
 
         of_this_run = sorted(other for other in loaded if other.startswith(f"{manifest.run_id}-v"))
         kept = {name, *of_this_run[-keep:]}

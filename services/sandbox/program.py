@@ -136,19 +136,14 @@ class Program:
     def _error(self, error: BaseException) -> list[Any]:
         """Returns an exception's class, arguments, attributes and text."""
         args = [encoded(arg) for arg in error.args if type(arg) in _PLAIN]
-        attributes = {}
-        for name, value in vars(error).items():
-            if type(value) in _PLAIN:
-                attributes[name] = encoded(value)
+        plain = {name: value for name, value in vars(error).items() if type(value) in _PLAIN}
+        attributes = {name: encoded(value) for name, value in plain.items()}
         return [self._encoded(type(error)), args, attributes, str(error)]
 
     def _act(self, action: str, arguments: str) -> list[Any]:
         """Performs an action; the reply has its value, and the arguments that it changed."""
         args, kwargs = self._loads(arguments)
-        before: dict[int, Any] = {}
-        for i, arg in enumerate(args):
-            if is_mutable(arg):
-                before[i] = self._encoded(arg)
+        before = {i: self._encoded(arg) for i, arg in enumerate(args) if is_mutable(arg)}
 
         value = ACTIONS[action](*args, **kwargs)
         changed = []

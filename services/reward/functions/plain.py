@@ -117,9 +117,10 @@ class PlainFunction(DetailedRewardFunction):
         return Score(None, "inapplicable") if value is None else super()._score_of(value)
 
     def _rows(self, prompts: list[Any], completions: list[Any], extra: Columns) -> list[Json]:
-        rows: list[Json] = []
-        for prompt, completion in zip(prompts, completions, strict=True):
-            rows.append({"function": self.name, "prompt": prompt, "completion": completion})
+        rows: list[Json] = [
+            {"function": self.name, "prompt": prompt, "completion": completion}
+            for prompt, completion in zip(prompts, completions, strict=True)
+        ]
         for name, given in extra.items():
             values = list(given)
             if len(values) != len(completions):

@@ -104,9 +104,10 @@ class CodeRewardFunction(DetailedRewardFunction):
         """
         columns = column(kwargs, "test_cases", len(completions), self.name)
         entry_points = kwargs.get("entry_point") or [""] * len(completions)
-        cases = []
-        for i, (content, entry_point) in enumerate(zip(columns, entry_points, strict=True)):
-            cases.append(self.cases(content, f"test_cases[{i}]", str(entry_point or "")))
+        cases = [
+            self.cases(content, f"test_cases[{i}]", str(entry_point or ""))
+            for i, (content, entry_point) in enumerate(zip(columns, entry_points, strict=True))
+        ]
         return self._threads.map(self._score, map(text_of, completions), cases)
 
     def cases(
