@@ -143,8 +143,12 @@ class Snapshot:
                     state[name] = copies.to_host(whole)
         copies.wait()
 
-        texts = dict(model.texts) if ranks.is_rank_zero else {}
-        return cls(texts=texts, files=files, state=state, together=spread)
+        return cls(
+            texts=dict(model.texts) if ranks.is_rank_zero else {},
+            files=files,
+            state=state,
+            together=spread,
+        )
 
     @progress.working()
     def write_files(self, directory: Path) -> None:

@@ -226,8 +226,9 @@ def from_validation(error: ValidationError) -> ConfigError:
         named = (word for word in words if "." in word and word in names())
         return ConfigError(message, field=next(named, name or "configuration"), remedy=remedy)
     # A name that is no text, such as a lone surrogate, has no place.
-    field = name or "configuration"
-    return ConfigError(message, field=field, value=shorten(first["input"]), remedy=remedy)
+    return ConfigError(
+        message, field=name or "configuration", value=shorten(first["input"]), remedy=remedy
+    )
 
 
 def _reward_arguments() -> Iterator[str]:

@@ -115,8 +115,13 @@ def _engine_on_gpu(job: PlannedTask, plan: Plan) -> Results:
         return
     folder = job.path(name)
     place = str(folder) if folder.exists() else name
-    size = min(gpu.total for gpu in plan.gpus)
-    yield judge_engine("memory of an engine", place, plan.shapes[name], job.config, size=size)
+    yield judge_engine(
+        "memory of an engine",
+        place,
+        plan.shapes[name],
+        job.config,
+        size=min(gpu.total for gpu in plan.gpus),
+    )
 
 
 def judge_trainer(

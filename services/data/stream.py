@@ -228,10 +228,9 @@ class PromptStream(SqliteStore):
             position, shuffled = self._cursor(db, _SHUFFLED)
             _, ordered = self._cursor(db, _ORDERED)
             curriculum = self._curriculum.stats(db) if self._curriculum else None
-        epoch = position // len(self.prompts)
         return StreamStats(
             position=position,
-            epoch=epoch,
+            epoch=position // len(self.prompts),
             prompts_served=shuffled + ordered,
             curriculum=curriculum,
         )

@@ -170,8 +170,9 @@ class ThreadHost(Host):
                     "timeout", f"no answer within {self._timeout_s} s {error}"
                 ) from None
             except Exception as error:
-                always = isinstance(error, WrongScores)
-                raise CallFailed("error", reason_of(error), always=always) from error
+                raise CallFailed(
+                    "error", reason_of(error), always=isinstance(error, WrongScores)
+                ) from error
 
     async def _scores(self, completions: Completions, columns: Columns) -> Scores:
         """Calls the function in a new thread, or in the main thread if it sets signal handlers, as
