@@ -223,8 +223,11 @@ class Liveness:
             return socket.create_connection((address, port), timeout=self._lost_after_s)
         # Others may reach this node at another of its addresses.
         host = address if is_loopback(address) else ""
-        family = socket.getaddrinfo(address, None)[0][0]
-        server = socket.create_server((host, 0), family=family, backlog=self._ranks.world_size)
+        server = socket.create_server(
+            (host, 0),
+            family=socket.getaddrinfo(address, None)[0][0],
+            backlog=self._ranks.world_size,
+        )
         self._token = secrets.token_hex(16)
         self._ranks.broadcast((server.getsockname()[1], self._token))
         return server

@@ -75,9 +75,11 @@ def prepare(model: Any, settings: TrainerSection, trained: bool, device: torch.d
         in_one_graph = not any(is_by_rows(module) for module in layer.modules())
         if checkpointing == "selective":
             # Inside the compiled module, so that the compiler knows what to keep.
-            keeps_products = partial(create_selective_checkpoint_contexts, _products())
             layer.forward = partial(
-                checkpoint, layer.forward, use_reentrant=False, context_fn=keeps_products
+                checkpoint,
+                layer.forward,
+                use_reentrant=False,
+                context_fn=partial(create_selective_checkpoint_contexts, _products()),
             )
         if compiled and in_one_graph:
             layer.forward = _compiled(layer.forward)
@@ -150,10 +152,9 @@ def shard(
     gathers_once = gathers_once and trained
     # Divided experts are sharded once more, over the ranks that own the same ones.
     for module in experts:  # its inputs are cast with those of its layer
-        others = expert_mesh[expert_mesh.mesh_dim_names[:-1]]
         fully_shard(
             module,
-            mesh=others,
+            mesh=expert_mesh[expert_mesh.mesh_dim_names[:-1]],
             mp_policy=outer,
             offload_policy=policy,
             reshard_after_forward=not gathers_once,

@@ -124,8 +124,12 @@ class Host(ABC):
         """
         if failure not in self._reasons and len(self._reasons) < _REASONS:
             self._reasons.add(failure)
-            facts = event("reward_function_failed", function=self.name)
-            log.warning("the reward function %s %s", self.name, failure, extra=facts)
+            log.warning(
+                "the reward function %s %s",
+                self.name,
+                failure,
+                extra=event("reward_function_failed", function=self.name),
+            )
 
     @abstractmethod
     async def call(self, items: Sequence[RewardItem], batch: object = None) -> Scores:

@@ -410,8 +410,12 @@ class EngineClient(Client):
                 await self.pause()
             await self._wake("weights", timeout_s)
 
-            body = {"model_path": str(directory), "weight_version": version, "flush_cache": True}
-            await self.request("POST", "/update_weights_from_disk", json=body, deadline_s=timeout_s)
+            await self.request(
+                "POST",
+                "/update_weights_from_disk",
+                json={"model_path": str(directory), "weight_version": version, "flush_cache": True},
+                deadline_s=timeout_s,
+            )
             await self._wake("kv_cache", timeout_s)  # only now, because loading needs extra memory
         except ServiceError:
             if whole and not self.asleep:
@@ -489,8 +493,9 @@ class EngineClient(Client):
         """Returns, for each process of the engine in the order of their ranks, the checksums of all
         tensors by their names in the engine. Raises ServiceError.
         """
-        body = {"action": "checksum"}
-        found = await self.json("POST", "/weights_checker", _Sums, json=body, deadline_s=timeout_s)
+        found = await self.json(
+            "POST", "/weights_checker", _Sums, json={"action": "checksum"}, deadline_s=timeout_s
+        )
         by_rank: dict[int, dict[str, str]] = {}
         for index, rank in enumerate(found.ranks):
             place = rank.parallelism_info

@@ -115,8 +115,9 @@ class JudgeRewardFunction(DetailedRewardFunction):
         self._retries = max(0, retries)
         self._max_tokens = max_tokens
 
-        limits = httpx.Limits(max_connections=concurrency)
-        self._http = httpx.Client(timeout=timeout_s, limits=limits)
+        self._http = httpx.Client(
+            timeout=timeout_s, limits=httpx.Limits(max_connections=concurrency)
+        )
         weakref.finalize(self, self._http.close)
         self._threads = DaemonThreads(concurrency, "judge")
 

@@ -409,8 +409,11 @@ class WeightFollower:
         reason = f"{stage} of weights {wanted.version} failed: {type(error).__name__} {error}"
         self._updates.labels("failed").inc()
         self._state.update_failed(reason, engine_failed=stage == "load")
-        facts = logs.event("node_stale", problem=problem_of(error))
-        log.error("this node is stale and receives no traffic: %s", reason, extra=facts)
+        log.error(
+            "this node is stale and receives no traffic: %s",
+            reason,
+            extra=logs.event("node_stale", problem=problem_of(error)),
+        )
         if stage == "load":
             self.refused = wanted
         # An engine that went on would serve a mixture of two versions, or nothing at all.
