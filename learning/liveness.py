@@ -394,8 +394,12 @@ class Liveness:
             extra=about,
         )
         own_name = self._name(self._ranks.rank)
-        place = self._failed_at or watchdog.stacks()
-        log.error("%s was here:\n%s", own_name, place, extra=event("rank_place", rank=own_name))
+        log.error(
+            "%s was here:\n%s",
+            own_name,
+            self._failed_at or watchdog.stacks(),
+            extra=event("rank_place", rank=own_name),
+        )
         await self._close()
         if reports:
             said = await asyncio.to_thread(self.before_end, reason=reason)

@@ -282,8 +282,11 @@ def load(
     own_names = set_conversions(model, pretrained.names(model), names)
     model.kept = Kept(pretrained.whole_config, sorted(set(names) - set(own_names)))
     if ranks.is_rank_zero:
-        read = SafetensorsReader(directory).read if model.kept.names else None
-        model.kept = replace(model.kept, read=read, texts=processor_texts(directory))
+        model.kept = replace(
+            model.kept,
+            read=SafetensorsReader(directory).read if model.kept.names else None,
+            texts=processor_texts(directory),
+        )
     if ranks.broadcast(ranks.is_rank_zero and _loses_head(model, directory, own_names)):
         raise ConfigError(
             "the model's files have a head that differs from the embedding, while its config.json "

@@ -32,8 +32,15 @@ def command(words: Sequence[str], stdin: int | None = None, grace_s: float = 0.0
     """Returns the command line that runs `words` so that nothing of them is left behind
     (`common.process.launcher`), with the inherited file descriptor `stdin` as input, or no input.
     """
-    given = "-" if stdin is None else str(stdin)
-    return [sys.executable, "-I", "-S", launcher.__file__, str(grace_s), given, *words]
+    return [
+        sys.executable,
+        "-I",
+        "-S",
+        launcher.__file__,
+        str(grace_s),
+        "-" if stdin is None else str(stdin),
+        *words,
+    ]
 
 
 class OutputReader(Protocol):

@@ -296,8 +296,9 @@ def log_exit_reason(text: str, code: str, **fields: object) -> None:
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     handled = bool(logging.getLogger().handlers)
     if path:  # torchrun repeats it after the other ranks' output
-        entry = {"message": text, "timestamp": int(time.time())}
-        Path(path).write_text(json.dumps(entry), encoding="utf-8")
+        Path(path).write_text(
+            json.dumps({"message": text, "timestamp": int(time.time())}), encoding="utf-8"
+        )
     as_json = structured()
     if handled:
         logging.getLogger("end").critical("%s", text, extra=SHOWN | facts)

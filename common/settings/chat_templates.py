@@ -36,8 +36,7 @@ def read_chat_template(given: str) -> str:
             "it is neither Jinja nor a file",
             f"name a file with a chat template, write the template itself, or {OWN}",
         )
-    unknown = variables(text)
-    if "messages" not in unknown:
+    if "messages" not in variables(text):
         raise ValueError(
             "the chat template never uses the variable `messages`: write a Jinja template that does"
         )

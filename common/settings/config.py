@@ -116,8 +116,7 @@ class SettingsSubset:
             if name in self.reads:
                 continue
             value = reduce(getattr, name.split("."), config)
-            default = reduce(getattr, name.split("."), plain)
-            if value != default:
+            if value != reduce(getattr, name.split("."), plain):
                 raise ConfigError(
                     f"{name} is set but not read, since {self.does}",
                     field=name,

@@ -66,8 +66,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.environ.update({name: overrides[name] for name in overrides if name.startswith("HF_")})
         if options.plan is not None:
             size = options.gpu_memory_gb
-            settings = {**env, **overrides}
-            lines = list(sizes.predict(options.plan, options.gpus or 1, settings, only_gb=size))
+            lines = list(
+                sizes.predict(options.plan, options.gpus or 1, {**env, **overrides}, only_gb=size)
+            )
             return _report(lines, redactor, options.json, may_fail=size is None)
         plan = make(options.yaml, overrides, env, task=options.task)
     except ConfigError as error:
@@ -119,10 +120,11 @@ examples:
 
 
 def _parser() -> CommandParser:
-    about = (
-        "Checks a machine, or a pod from within: a line for each check, and a remedy if it fails."
+    parser = CommandParser(
+        "rlhf doctor",
+        "Checks a machine, or a pod from within: a line for each check, and a remedy if it fails.",
+        epilog=_EPILOG,
     )
-    parser = CommandParser("rlhf doctor", about, epilog=_EPILOG)
     add = parser.add_argument
     add("yaml", nargs="?", type=Path, metavar="YAML", help="a job group; the demo when not given")
     add(

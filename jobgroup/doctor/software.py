@@ -77,8 +77,9 @@ def check_packages(plan: Plan, root: Path = ROOT) -> Results:
         # Builds (`+cpu`) are ignored.
         if installed.get(name, pin).partition("+")[0] != pin:
             other.append(f"{name} {installed[name]} ({pin} is pinned)")
-    found = ", ".join(other) or "in the pinned versions"
-    yield expect("packages", not other, found, fix, otherwise="warn")
+    yield expect(
+        "packages", not other, ", ".join(other) or "in the pinned versions", fix, otherwise="warn"
+    )
 
 
 def check_router(plan: Plan) -> Results:

@@ -91,8 +91,12 @@ def create_data_app(config: Config, train: list[Prompt], evaluation: list[Prompt
     by_id = _by_id(train, evaluation, config.data.source)
     if not config.environment.name:  # episodes of one task differ by themselves
         _warn_of_repeats(train)
-    difficulty = Difficulty() if config.data.curriculum == "difficulty" else None
-    stream = PromptStream(train, config.seed, config.state_dir, difficulty)
+    stream = PromptStream(
+        train,
+        config.seed,
+        config.state_dir,
+        Difficulty() if config.data.curriculum == "difficulty" else None,
+    )
 
     @asynccontextmanager
     async def lifespan() -> AsyncIterator[None]:

@@ -60,8 +60,9 @@ class Agent(ABC):
         self._trainer = TrainerClient("trainer", topology.url(task, port))
         # Closed at the end.
         self._clients: list[Client] = [self._trainer]
-        directory = config.state_dir / "rollout" / self.name / "weights"
-        self._store = WeightStore(directory, self._trainer)
+        self._store = WeightStore(
+            config.state_dir / "rollout" / self.name / "weights", self._trainer
+        )
         self._starts = metrics.counter(
             "rollout_engine_starts_total", "How often the engine was started"
         )

@@ -379,8 +379,11 @@ class FirstNodeAgent(Agent):
 
             registered = done and wanted and self.state.in_traffic
             if registered != self._registered:
-                change = "sends traffic to" if registered else "does not list"
-                log.info("the router %s %s", change, self.url)
+                log.info(
+                    "the router %s %s",
+                    "sends traffic to" if registered else "does not list",
+                    self.url,
+                )
             self._registered = registered
             if self.state.in_traffic == wanted:
                 await wait_event(self._wake_router, _RECONCILE_S if done else 0.2)

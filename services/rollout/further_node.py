@@ -92,8 +92,9 @@ class FurtherNodeAgent(Agent):
         self._state = EngineNodeReport(name=self.name)
         self._storing = asyncio.Lock()
 
-        agent_url = topology.url(ROLLOUT, rollout.agent_port, first)
-        self._first = FirstNodeClient(self.first_node, agent_url)
+        self._first = FirstNodeClient(
+            self.first_node, topology.url(ROLLOUT, rollout.agent_port, first)
+        )
         self._clients += [self._first, self._engine_api]
 
     def problem(self) -> str | None:

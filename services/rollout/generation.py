@@ -46,8 +46,9 @@ class GenerationProbe:
             return
 
         if self._waits is None:
-            what = "an engine that has requests and generates nothing"
-            self._waits = Progress(what, self._limit_s, counts=False)
+            self._waits = Progress(
+                "an engine that has requests and generates nothing", self._limit_s, counts=False
+            )
         said = "its scheduler does not answer"
         if loads is not None:
             running = sum(load.num_running_reqs for load in loads)

@@ -180,8 +180,13 @@ class Program:
             return ["coroutine", id(value)]
         if isinstance(value, type) and issubclass(value, BaseException):
             bases = [base for base in value.__bases__ if issubclass(base, BaseException)]
-            encoded_bases = [self._encoded(base) for base in bases]
-            return ["exception", id(value), value.__module__, value.__name__, encoded_bases]
+            return [
+                "exception",
+                id(value),
+                value.__module__,
+                value.__name__,
+                [self._encoded(base) for base in bases],
+            ]
         converts = any(hasattr(type(value), name) for name in ("tolist", "__index__", "__float__"))
         has_plain_value = converts or isinstance(value, _PLAIN)
         plain = [encoded(value)] if has_plain_value else []

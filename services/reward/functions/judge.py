@@ -127,8 +127,7 @@ class JudgeRewardFunction(DetailedRewardFunction):
         """
         prompts = column(kwargs, "prompt", len(completions), self.name)
         golds = kwargs.get("ground_truth") or [None] * len(completions)
-        texts = map(text_of, completions)
-        return self._threads.map(self._score, prompts, golds, texts)
+        return self._threads.map(self._score, prompts, golds, map(text_of, completions))
 
     def _score(self, prompt: Any, gold: str | None, response: str) -> Score:
         body = {

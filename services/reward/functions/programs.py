@@ -94,8 +94,9 @@ class CodeRewardFunction(DetailedRewardFunction):
         check_positive(
             timeout_s=timeout_s, slots=self.slots, memory_mb=memory_mb, output_kb=output_kb
         )
-        limits = Limits(timeout_s, memory_mb, output_kb)
-        self._sandbox = Sandbox(limits, self.slots, sandbox, python=python)
+        self._sandbox = Sandbox(
+            Limits(timeout_s, memory_mb, output_kb), self.slots, sandbox, python=python
+        )
         self._threads = DaemonThreads(self.slots, "sandbox")
 
     def scores(self, completions: Completions, **kwargs: Any) -> Scores:

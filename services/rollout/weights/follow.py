@@ -402,8 +402,11 @@ class WeightFollower:
             self._failed(wanted, "download", error)
         else:
             self._state.updating = False
-            reason = f"{type(error).__name__} {error}"
-            log.warning("download of weights %d was cut short: %s", wanted.version, reason)
+            log.warning(
+                "download of weights %d was cut short: %s",
+                wanted.version,
+                f"{type(error).__name__} {error}",
+            )
 
     def _failed(self, wanted: WeightId, stage: str, error: Exception) -> None:
         reason = f"{stage} of weights {wanted.version} failed: {type(error).__name__} {error}"

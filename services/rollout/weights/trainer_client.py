@@ -168,9 +168,12 @@ class TrainerClient(Client):
         """Verifies the checksums of a received broadcast. Raises ServiceError (409) when they
         differ.
         """
-        path = f"/weights/{version}/verify"
         return await self.json(
-            "POST", path, WeightVerdict, json=sums.model_dump(), deadline_s=deadline_s
+            "POST",
+            f"/weights/{version}/verify",
+            WeightVerdict,
+            json=sums.model_dump(),
+            deadline_s=deadline_s,
         )
 
     async def download(
