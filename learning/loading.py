@@ -167,11 +167,6 @@ class Pretrained:
         """Returns the config of the model that is loaded."""
         return language_part(self.whole_config)
 
-    @property
-    def is_part(self) -> bool:
-        """Whether the model is a part of the one in the files."""
-        return self.config() is not self.whole_config
-
     def plain(self) -> Any:
         """Loads the tensors in the files into CPU memory. Raises OSError or ValueError, also when
         the files lack a tensor that `added` does not initialise.
@@ -182,7 +177,8 @@ class Pretrained:
             dtype=torch.float32,
             trust_remote_code=self.trust_remote_code,
             use_safetensors=True,
-            key_mapping=LANGUAGE_PART if self.is_part else None,
+            # The model may be a part of the one in the files.
+            key_mapping=None if self.config() is self.whole_config else LANGUAGE_PART,
             output_loading_info=True,
         )
         own = named_tensors(model)

@@ -150,20 +150,17 @@ def shard(
     plain = MixedPrecisionPolicy(cast_forward_inputs=False)
     outer = MixedPrecisionPolicy(mixed.param_dtype, mixed.reduce_dtype, cast_forward_inputs=False)
     gathers_once = gathers_once and trained
-    # Divided experts are sharded once more, over the ranks that own the same ones.
-    for module in experts:  # its inputs are cast with those of its layer
+    units = [
+        # Divided experts are sharded once more, over the ranks that own the same ones. Their inputs
+        # are cast with those of their layer.
+        *((module, expert_mesh[expert_mesh.mesh_dim_names[:-1]], outer) for module in experts),
+        *((layer, mesh, mixed) for layer in layers(model)),
+    ]
+    for module, over, precision in units:
         fully_shard(
             module,
-            mesh=expert_mesh[expert_mesh.mesh_dim_names[:-1]],
-            mp_policy=outer,
-            offload_policy=policy,
-            reshard_after_forward=not gathers_once,
-        )
-    for layer in layers(model):
-        fully_shard(
-            layer,
-            mesh=mesh,
-            mp_policy=mixed,
+            mesh=over,
+            mp_policy=precision,
             offload_policy=policy,
             reshard_after_forward=not gathers_once,
         )

@@ -67,9 +67,8 @@ class Config(Settings):
             self.state_dir = (self.trainer.run_dir or Path("runs/local")) / "state"
         # Engines on GPUs round differently from the trainer, and with staleness weights differ too.
         if self.algorithm.rollout_correction == "auto":
-            correction = (
-                "truncate" if self.trainer.max_staleness or self.rollout.on_gpus else "none"
-            )
+            on_gpus = self.rollout.device == "cuda" or self.rollout.is_sglang_on_gpus
+            correction = "truncate" if self.trainer.max_staleness or on_gpus else "none"
             self.algorithm = self.algorithm.model_copy(update={"rollout_correction": correction})
         check(self)
         return self

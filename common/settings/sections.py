@@ -417,13 +417,6 @@ class RolloutSection(Section):
         return self.max_context_tokens if self.engine == "embedded" else None
 
     @property
-    def on_gpus(self) -> bool:
-        """Whether engines are known to compute on GPUs, and therefore round differently from the
-        trainer.
-        """
-        return self.device == "cuda" or self.is_sglang_on_gpus
-
-    @property
     def is_sglang_on_gpus(self) -> bool:
         """Whether the engines are SGLang on GPUs, which receives weights over NCCL."""
         return self.engine == "sglang" and self.device != "cpu"

@@ -89,8 +89,12 @@ def check_collective(plan: Plan) -> Results:
         return
     backend = "nccl" if plan.gpus else "gloo"
     world = len(plan.gpus) or 2
-    env = {"OMP_NUM_THREADS": "1", **os.environ, **Topology().loopback_env()}
-    env["PYTHONPATH"] = str(ROOT)
+    env = {
+        "OMP_NUM_THREADS": "1",
+        **os.environ,
+        **Topology().loopback_env(),
+        "PYTHONPATH": str(ROOT),
+    }
     seconds = ask(
         *(sys.executable, "-m", "jobgroup.doctor.collective", backend, world),
         fix=_REDUCE_FIX[backend],

@@ -97,11 +97,12 @@ class Host(ABC):
 
     async def _score(self, items: Sequence[RewardItem]) -> Scores:
         self._check_room(self.unfinished - len(items), len(items))
-        size = self.call_items
-        chunks = [items[i : i + size] for i in range(0, len(items), size)]
-        return await self._score_chunks(chunks, batch=object())
+        return await self._score_in_chunks(items, self.call_items, batch=object())
 
-    async def _score_chunks(self, chunks: Sequence[Sequence[RewardItem]], batch: object) -> Scores:
+    async def _score_in_chunks(
+        self, items: Sequence[RewardItem], size: int, batch: object
+    ) -> Scores:
+        chunks = [items[i : i + size] for i in range(0, len(items), size)]
         found = await asyncio.gather(*(self._score_chunk(chunk, batch) for chunk in chunks))
         return list(chain.from_iterable(found))
 
@@ -116,7 +117,7 @@ class Host(ABC):
                 self._report(f"has no score: {error}")
                 return [Score(None, error.status, reason=str(error))] * len(items)
             self._report(f"failed for {len(items)} answers, now one by one: {error}")
-        return await self._score_chunks([[item] for item in items], batch)
+        return await self._score_in_chunks(items, 1, batch)
 
     def _report(self, failure: str) -> None:
         """Logs a failure only once, because a function often fails in the same way for many
@@ -232,11 +233,12 @@ def arguments(items: Sequence[RewardItem]) -> tuple[Completions, Columns]:
     """Returns the arguments of a reward function: chats, and a list for every column of any
     item. A response is a text, or the messages of an episode.
     """
-    columns: Columns = {}
-    for name in set(chain.from_iterable(item.columns for item in items)):
-        columns[name] = [item.columns.get(name) for item in items]
-    columns["prompt"] = [item.prompt for item in items]
-    columns["ground_truth"] = [item.ground_truth for item in items]
+    names = set(chain.from_iterable(item.columns for item in items))
+    columns: Columns = {
+        **{name: [item.columns.get(name) for item in items] for name in names},
+        "prompt": [item.prompt for item in items],
+        "ground_truth": [item.ground_truth for item in items],
+    }
 
     completions: Completions = []
     for item in items:

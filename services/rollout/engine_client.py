@@ -119,16 +119,20 @@ def engine_command(
         "enable-deterministic-inference": config.reproducible,
     }
     if rollout.engine == "embedded":
-        options["max-context-tokens"] = rollout.max_context_tokens
-        options["seed"] = seed
-        options["device"] = rollout.device
+        options |= {
+            "max-context-tokens": rollout.max_context_tokens,
+            "seed": seed,
+            "device": rollout.device,
+        }
         return [sys.executable, "-m", "services.engine", *to_options(options)]
 
     options["random-seed"] = seed
     if nodes > 1:
-        options["nnodes"] = nodes
-        options["node-rank"] = topology.node_rank - first
-        options["dist-init-addr"] = dist_init_addr
+        options |= {
+            "nnodes": nodes,
+            "node-rank": topology.node_rank - first,
+            "dist-init-addr": dist_init_addr,
+        }
     options |= _sglang_options(config, model_path)
     command = run_module(str(_sglang_python(rollout)), "sglang.launch_server")
     # The operator's own arguments come last, so that they win.

@@ -217,22 +217,27 @@ def base_filter(internet: bool = False) -> bytes:
     def equals(argument: int, value: int, mask: int = 0xFFFFFFFF) -> Any:
         return seccomp.Arg(argument, seccomp.MASKED_EQ, mask, value)
 
-    rules: list[_Rule] = [(name, None) for name in _FORBIDDEN.split()]
-    flags = [1 << bit for bit in range(32) if _CLONE_NEW >> bit & 1]
-    rules += [("clone", equals(0, flag, mask=flag)) for flag in flags]
+    sockets: list[_Rule] = [("socket", seccomp.Arg(0, seccomp.NE, _AF_UNIX))]
     if internet:
         allowed = (_AF_UNIX, socket.AF_INET, socket.AF_INET6)
         denied = [family for family in range(max(allowed)) if family not in allowed]
-        rules += [("socket", equals(0, family)) for family in denied]
-        rules.append(("socket", seccomp.Arg(0, seccomp.GT, max(allowed))))
-        rules.append(("memfd_create", None))
-    else:
-        rules.append(("socket", seccomp.Arg(0, seccomp.NE, _AF_UNIX)))
-    rules += [("setsockopt", equals(2, option)) for option in _BUFFER_SIZES]
-    rules.append(("fcntl", equals(1, _F_SETPIPE_SZ)))
-    rules += [("ioctl", equals(1, request)) for request in _TERMINAL_INPUT]
-    rules.append((_MISSING, None))
-    return _compile(rules)
+        sockets = [
+            *(("socket", equals(0, family)) for family in denied),
+            ("socket", seccomp.Arg(0, seccomp.GT, max(allowed))),
+            ("memfd_create", None),
+        ]
+    flags = [1 << bit for bit in range(32) if _CLONE_NEW >> bit & 1]
+    return _compile(
+        [
+            *((name, None) for name in _FORBIDDEN.split()),
+            *(("clone", equals(0, flag, mask=flag)) for flag in flags),
+            *sockets,
+            *(("setsockopt", equals(2, option)) for option in _BUFFER_SIZES),
+            ("fcntl", equals(1, _F_SETPIPE_SZ)),
+            *(("ioctl", equals(1, request)) for request in _TERMINAL_INPUT),
+            (_MISSING, None),
+        ]
+    )
 
 
 @cache
@@ -241,10 +246,13 @@ def threads_only_filter() -> bytes:
     limits of another process. Raises ConfigError like `base_filter`.
     """
     seccomp = _seccomp()
-    rules: list[_Rule] = [(name, None) for name in _FORBIDDEN_TO_PROGRAMS.split()]
-    rules.append(("clone", seccomp.Arg(0, seccomp.MASKED_EQ, _CLONE_THREAD, 0)))
-    rules.append(("prlimit64", seccomp.Arg(0, seccomp.NE, 0)))
-    return _compile(rules)
+    return _compile(
+        [
+            *((name, None) for name in _FORBIDDEN_TO_PROGRAMS.split()),
+            ("clone", seccomp.Arg(0, seccomp.MASKED_EQ, _CLONE_THREAD, 0)),
+            ("prlimit64", seccomp.Arg(0, seccomp.NE, 0)),
+        ]
+    )
 
 
 def _seccomp() -> Any:

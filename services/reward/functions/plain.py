@@ -83,9 +83,11 @@ class PlainFunction(DetailedRewardFunction):
             available.setdefault("answer", kwargs["ground_truth"])
         extra: Columns = {}
         if self._log is not None:
-            available["trainer_state"] = self._log.state
-            available["log_metric"] = self._log.log_metric
-            available["log_extra"] = extra.__setitem__
+            available |= {
+                "trainer_state": self._log.state,
+                "log_metric": self._log.log_metric,
+                "log_extra": extra.__setitem__,
+            }
 
         values = self._function(**self._accepted(available))
         if inspect.isawaitable(values):
