@@ -228,12 +228,13 @@ class EpisodeWorld(World):
         counted = episode.metrics["turns"], episode.metrics["sampled_tokens"]
         expect(counted == (turns, sampled), f"{name} counts {counted}, not {(turns, sampled)}")
         expect(turns <= _TURNS, f"{name} has {turns} answers")
+        reward: float | None = None
         if self._plays_game:
             (sequence,) = episode.sequences
             found = [int(place) for place in _FOUND.findall(sequence.text)]
             reward = reward_of_places(found)
-        else:
-            reward = reward_of_texts(texts) if self._is_graded else None
+        elif self._is_graded:
+            reward = reward_of_texts(texts)
         expect(episode.reward == reward, f"{name} has the reward {episode.reward}, not {reward}")
         if reward is None:
             reward = reward_of(episode.answer)

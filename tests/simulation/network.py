@@ -7,6 +7,7 @@ import random
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 from unittest.mock import patch
@@ -211,9 +212,10 @@ class Node:
             raise httpx.ConnectError("refused")
         answered = self.model.asked(call) if size is None else None
         if not isinstance(self.app, StandIn):
-            task = self.run(self._checked(serve(self.app, call, size, connection), answered))
+            serving = partial(serve, self.app, call, size, connection)
+            task = self.run(self._checked(serving, answered))
         elif size is None:
-            task = self.run(self._checked(self.app.answer(call), answered))
+            task = self.run(self._checked(partial(self.app.answer, call), answered))
         else:
             raise httpx.ReadError("the connection broke")
         try:
@@ -230,12 +232,12 @@ class Node:
         return task.result()
 
     async def _checked(
-        self, serving: Coroutine[Any, Any, Reply], answered: Answered | None
+        self, serving: Callable[[], Coroutine[Any, Any, Reply]], answered: Answered | None
     ) -> Reply:
         """Returns the process's answer, which the model sees at this moment: whoever asked may have
         stopped.
         """
-        reply = await serving
+        reply = await serving()
         if answered is not None and reply.is_success:
             try:
                 answered(reply)

@@ -140,7 +140,7 @@ def test_the_callbacks_of_transformers_follow_a_run(
     assert "eval_reward" in capsys.readouterr().out, "PrinterCallback"
 
 
-class TakesOver(TrainerCallback):
+class TakesOver(TrainerCallback):  # type: ignore[misc]  # transformers has no types here
     """Lets another run take the directory over within the second step."""
 
     def on_step_begin(self, args: Any, state: TrainerState, control: Any, **_: Any) -> None:
