@@ -23,7 +23,7 @@ from trainer.tinker.run_files import RUN
 from trainer.tinker.settings import RECORDED
 from trainer.tinker.state import State
 from trainer.tinker.store import TinkerStore
-from trainer.tinker.training import CHANGING, NotReproduced, repeat
+from trainer.tinker.training import NotReproduced, repeat
 
 _JOIN_S = 60.0
 
@@ -81,7 +81,7 @@ def _all_runs(directory: Path, learner: TinkerLearner) -> int:
 
 def _one_run(run: TinkerRun, learner: TinkerLearner, state: State, *, store: TinkerStore) -> str:
     """Returns what was compared. Raises NotReproduced."""
-    since = store.since(run, CHANGING)
+    since = store.since(run)
     if run.snapshot < 0 and not since:
         return "was never created"
     saved: dict[int, Checkpoint] = {}

@@ -10,10 +10,10 @@ crash gets the same answer, and so does a loop that goes on from its last checkp
 import asyncio
 import logging
 import time
+from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +29,11 @@ from trainer.tinker.messages import SampleAnswer, write_samples
 from trainer.tinker.records import Checkpoint, Sampler, TinkerResult
 from trainer.tinker.state import State
 from trainer.tinker.store import Journal
-from trainer.tinker.training import failure
-from trainer.tinker.turns import Turns
+from trainer.tinker.training import Spawn, failure
 
 log = logging.getLogger(__name__)
+_AT_ONCE = 256
+"""The most requests that the engines have at a time."""
 _LOAD_S = 300.0
 _AGAIN_S = 1.0
 """Between attempts to load an adapter into an engine that has just started."""
@@ -100,8 +101,8 @@ class Sampling:
 
     Args:
         client: the engines, or the router in front of them.
-        at_once: the most requests that the engines have at a time.
         max_context_tokens: of prompt and answer.
+        spawn: begins a task, which ends with the server.
         finished: called with line and number when a result is on disk.
     """
 
@@ -113,66 +114,73 @@ class Sampling:
         journal: Journal,
         *,
         max_context_tokens: int,
+        spawn: Spawn,
         finished: Callable[[str, int], None],
-        at_once: int = 256,
     ) -> None:
-        self.turns = Turns(in_order=False)
         self._client = client
         self._adapters = adapters
         self._state = state
         self._journal = journal
         self._max_context_tokens = max_context_tokens
+        self._spawn = spawn
         self._finished = finished
-        self._free = asyncio.Semaphore(at_once)
-        self._tasks: dict[tuple[str, int], asyncio.Task[None]] = {}
-        self._unwanted: set[tuple[str, int]] = set()
-        """Requests in work that were cancelled by their clients."""
+        self._tasks: dict[str, dict[int, asyncio.Task[None]]] = defaultdict(dict)
+        """The requests of each sampler by number."""
+        # One request of a sampler at a time is in the queue for the engines.
+        self._turns: dict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
+        self._free = asyncio.Semaphore(_AT_ONCE)
 
-    async def work(self) -> None:
-        """Answers requests for ever."""
-        async with asyncio.TaskGroup() as tasks:
-            while True:
-                await self._free.acquire()
-                line, number = await self.turns.take()
-                task = tasks.create_task(self._one(line, number))
-                self._tasks[line, number] = task
-                task.add_done_callback(partial(self._done, line, number))
+    def add(self, name: str, number: int) -> None:
+        """Answers a request of a sampler."""
+        task = self._spawn(self._one(name, number))
+        self._tasks[name][number] = task
+        task.add_done_callback(lambda _: self._forget(name, number))
 
-    def _done(self, line: str, number: int, _: asyncio.Task[None]) -> None:
-        del self._tasks[line, number]
-        self._unwanted.discard((line, number))
-        self._free.release()
+    def _forget(self, name: str, number: int) -> None:
+        del self._tasks[name][number]
+        if not self._tasks[name]:
+            del self._tasks[name]
+            self._turns.pop(name, None)
 
-    async def cancel(self, line: str, number: int) -> None:
+    def waiting(self, name: str) -> int:
+        """Returns how many requests of a sampler have no answer yet."""
+        return len(self._tasks.get(name, ()))
+
+    def following(self, name: str) -> int:
+        """Returns the lowest number that a request may have."""
+        return 0
+
+    async def cancel(self, name: str, number: int) -> None:
         """Ends a request that nobody waits for."""
-        if self.turns.drop(line, number):
-            await self._end(line, number, _cancelled())
-        elif (line, number) in self._tasks:
-            self._unwanted.add((line, number))
-            self._tasks[line, number].cancel()
+        task = self._tasks.get(name, {}).get(number)
+        if task is not None:
+            task.cancel()
+            await asyncio.wait([task])
+            error = ServiceError("the client cancelled this request", status=499)
+            await self._end(name, number, failure(error))
 
-    async def _one(self, line: str, number: int) -> None:
-        sampler = self._state.get(Sampler, line)
-        if sampler is None:  # its session was finished
-            return
+    async def _one(self, name: str, number: int) -> None:
+        async with self._turns[name]:
+            await self._free.acquire()
         try:
-            operation = await self._journal.run(lambda store: store.operation(line, number))
+            sampler = self._state.get(Sampler, name)
+            if sampler is None:  # its session was finished
+                return
+            operation = await self._journal.run(lambda store: store.operation(name, number))
             body = requests.parse(requests.Sample, operation.body)
             content, weights = await self._answer(sampler, body)
             result = TinkerResult(ok=True, content=content, is_json=False, weights=weights)
-        except asyncio.CancelledError:
-            if (line, number) not in self._unwanted:  # the server ends
-                raise
-            result = _cancelled()
         except Exception as error:
             if not isinstance(error, ServiceError):
-                log.exception("request %s:op:%d failed", line, number)
+                log.exception("request %s:op:%d failed", name, number)
             result = failure(error)
-        await self._end(line, number, result)
+        finally:
+            self._free.release()
+        await self._end(name, number, result)
 
-    async def _end(self, line: str, number: int, result: TinkerResult) -> None:
-        await self._journal.run(lambda store: store.finish(line, number, result, repeatable=False))
-        self._finished(line, number)
+    async def _end(self, name: str, number: int, result: TinkerResult) -> None:
+        await self._journal.run(lambda store: store.finish(name, number, result, repeatable=False))
+        self._finished(name, number)
 
     async def _answer(self, sampler: Sampler, body: requests.Sample) -> tuple[bytes, str]:
         """Returns the answer, and the path and the checksum of its weights."""
@@ -299,10 +307,6 @@ class Sampling:
         response = await self._client.request("POST", "/generate", json=body)
         found = orjson.loads(response.content)
         return found if isinstance(found, list) else [found]
-
-
-def _cancelled() -> TinkerResult:
-    return failure(ServiceError("the client cancelled this request", status=499))
 
 
 def _sampled(answer: dict[str, Any]) -> SampleAnswer:

@@ -3,7 +3,7 @@
 import asyncio
 import secrets
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from functools import partial
@@ -29,7 +29,6 @@ from trainer.tinker.sampling import Adapters, Sampling
 from trainer.tinker.state import State, remove_files
 from trainer.tinker.store import Journal, TinkerStore
 from trainer.tinker.training import Training
-from trainer.tinker.turns import Turns
 
 MAX_WAITING = 4096
 """Operations of a run, or requests of a sampler, that may wait."""
@@ -77,11 +76,13 @@ class TinkerServer:
         self._journal = Journal(self._store)
         self._waiters: dict[tuple[str, int], asyncio.Event] = {}
         self._news: dict[str, asyncio.Event] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
         self._training = Training(
             learner,
             self.state,
             self._journal,
             resident=resident,
+            spawn=self._spawn,
             finished=self._note_finished,
         )
         self._sampling = Sampling(
@@ -90,6 +91,7 @@ class TinkerServer:
             self.state,
             self._journal,
             max_context_tokens=max_context_tokens,
+            spawn=self._spawn,
             finished=self._note_finished,
         )
 
@@ -105,26 +107,27 @@ class TinkerServer:
         for run in self.state.all(TinkerRun):
             self._training.start(run, applied.get(run.id, -1))
         for line, number in waiting:
-            self._turns(line).add(line, number)
-        workers = [
-            asyncio.create_task(self._training.work()),
-            asyncio.create_task(self._sampling.work()),
-        ]
-        for worker in workers:
-            worker.add_done_callback(self._note_end)
+            self._of(line).add(line, number)
         try:
             yield
         finally:
-            for worker in workers:
-                worker.cancel()
-            await asyncio.gather(*workers, return_exceptions=True)
+            for task in self._tasks:
+                task.cancel()
+            await asyncio.gather(*self._tasks, return_exceptions=True)
             await self._training.close()
             await self._journal.close()
 
-    def _note_end(self, worker: asyncio.Task[None]) -> None:
-        if not worker.cancelled():
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._note_end)
+        return task
+
+    def _note_end(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and task.exception():
             self.failure = ServiceLost(
-                f"operations are no longer applied: {worker.exception()!r}",
+                f"operations are no longer applied: {task.exception()!r}",
                 remedy="see the log of this server, mend the reason and start it again: it "
                 "continues with what was accepted",
             )
@@ -292,8 +295,8 @@ class TinkerServer:
         self, operation: TinkerOperation, run: TinkerRun | None = None
     ) -> TinkerOperation:
         """Writes an operation, with its run if that is new, and queues it."""
-        turns = self._turns(operation.line)
-        if turns.waiting(operation.line) >= MAX_WAITING:
+        work = self._of(operation.line)
+        if work.waiting(operation.line) >= MAX_WAITING:
             raise Overloaded(
                 f"{MAX_WAITING} requests wait",
                 field="seq_id",
@@ -303,7 +306,7 @@ class TinkerServer:
             )
 
         def write(store: TinkerStore) -> bool:
-            is_new = store.accept(operation, turns.following(operation.line))
+            is_new = store.accept(operation, work.following(operation.line))
             if is_new and run is not None:
                 store.put(run)
             return is_new
@@ -313,11 +316,12 @@ class TinkerServer:
         if run is not None:
             self.state.add(run)
             self._training.start(run, -1)
-        turns.add(operation.line, operation.seq)
+        work.add(operation.line, operation.seq)
         return operation
 
-    def _turns(self, line: str) -> Turns:
-        return (self._sampling if ":sample:" in line else self._training).turns
+    def _of(self, line: str) -> Training | Sampling:
+        """Returns who works on the operations of a run or a sampler."""
+        return self._sampling if ":sample:" in line else self._training
 
     # ------------------------------------------------------------ futures
 

@@ -11,8 +11,8 @@ import json
 import logging
 import shutil
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,10 +32,9 @@ from trainer.tinker.records import (
 )
 from trainer.tinker.state import State, remove_files
 from trainer.tinker.store import Journal, TinkerStore
-from trainer.tinker.turns import Turns
 
 log = logging.getLogger(__name__)
-CHANGING = ("create_model", "forward_backward", "optim_step")
+_CHANGING = ("create_model", "forward_backward", "optim_step")
 """Operations that are applied again. Loading weights changes a run too, and is followed by a
 snapshot."""
 _SAVED_AS = {
@@ -46,12 +45,24 @@ _SAVED_AS = {
 """Kinds of checkpoints, by the operations that make them."""
 SNAPSHOT_S = 30.0
 """Seconds of computing that a crash may cost a run: then its state is saved."""
+Spawn = Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]]
 
 
 class NotReproduced(ServiceError):
     """An operation that was applied again gave another answer (500)."""
 
     code = "not_reproduced"
+
+
+@dataclass
+class _Line:
+    """The operations of a run that wait. The client may send later ones first."""
+
+    run: TinkerRun
+    following: int
+    """The number that is applied next."""
+    waiting: set[int] = field(default_factory=set)
+    task: asyncio.Task[None] | None = None
 
 
 @dataclass(frozen=True)
@@ -80,6 +91,7 @@ class Training:
     Args:
         learner: the models.
         resident: the most runs in memory; those that were used longest ago give way.
+        spawn: begins a task, which ends with the server.
         finished: called with line and number when a result is on disk.
     """
 
@@ -90,47 +102,59 @@ class Training:
         journal: Journal,
         *,
         resident: int,
+        spawn: Spawn,
         finished: Callable[[str, int], None],
     ) -> None:
-        self.turns = Turns(in_order=True)
         self._learner = learner
         self._state = state
         self._journal = journal
         self._most_resident = resident
+        self._spawn = spawn
         self._finished = finished
         self._thread = OneThread("tinker-learner")
         self._resident: dict[str, float] = {}
         """Seconds of computing since the snapshot, by run; the run that was used last is last."""
-        self._runs: dict[str, TinkerRun] = {}
-        self._applying = asyncio.Lock()
-
-    async def work(self) -> None:
-        """Applies operations for ever."""
-        while True:
-            line, number = await self.turns.take()
-            async with self._applying:
-                run = self._runs.get(line)
-                if run is None:  # it was deleted
-                    self.turns.forget(line)
-                    continue
-                operation = await self._journal.run(
-                    partial(TinkerStore.operation, line=line, seq=number)
-                )
-                await self._apply(run, operation)
-            self.turns.done(line, number)
-            self._finished(line, number)
+        self._lines: dict[str, _Line] = {}
+        # Whoever waits longest has it next: a run waits for one operation of each other run.
+        self._turn = asyncio.Lock()
 
     def start(self, run: TinkerRun, applied: int) -> None:
         """Adds a run whose operations up to number `applied` have results."""
-        self._runs[run.id] = run
-        self.turns.start(run.id, applied + 1)
+        self._lines[run.id] = _Line(run, applied + 1)
+
+    def add(self, name: str, number: int) -> None:
+        """Applies an operation of a run when all before it are applied."""
+        line = self._lines[name]
+        line.waiting.add(number)
+        if line.task is None or line.task.done():
+            line.task = self._spawn(self._work(line))
+
+    def waiting(self, name: str) -> int:
+        """Returns how many operations of a run wait."""
+        return len(self._lines[name].waiting) if name in self._lines else 0
+
+    def following(self, name: str) -> int:
+        """Returns the number of the operation that a run applies next."""
+        return self._lines[name].following if name in self._lines else 0
+
+    async def _work(self, line: _Line) -> None:
+        """Applies what waits, in order."""
+        while line.following in line.waiting:
+            async with self._turn:
+                number = line.following
+                if number not in line.waiting:  # the run was deleted
+                    return
+                find = partial(TinkerStore.operation, line=line.run.id, seq=number)
+                await self._apply(line.run, await self._journal.run(find))
+                line.waiting.remove(number)
+                line.following += 1
+            self._finished(line.run.id, number)
 
     async def forget(self, run: TinkerRun) -> None:
         """Removes a run from memory, with what waits for it; its files stay."""
         # The operation in work writes the run when it ends.
-        async with self._applying:
-            self._runs.pop(run.id, None)
-            self.turns.forget(run.id)
+        async with self._turn:
+            self._lines.pop(run.id).waiting.clear()
             await self._lose(run)
 
     async def close(self) -> None:
@@ -157,7 +181,7 @@ class Training:
         except Exception as error:
             result = await self._failed(run, operation, error)
 
-        repeatable = result.ok and operation.kind in CHANGING
+        repeatable = result.ok and operation.kind in _CHANGING
 
         def write(store: TinkerStore) -> None:
             store.finish(run.id, operation.seq, result, repeatable=repeatable)
@@ -211,7 +235,7 @@ class Training:
 
     async def _repeat(self, run: TinkerRun) -> None:
         """Loads the snapshot of a run and applies again what was applied since."""
-        since = await self._journal.run(lambda store: store.since(run, CHANGING))
+        since = await self._journal.run(lambda store: store.since(run))
         if run.snapshot < 0 and not since:
             raise NotFound(
                 "this run could not be created",
@@ -225,10 +249,16 @@ class Training:
 
     async def _put_away(self, name: str) -> None:
         """Frees the memory of an idle run, after a snapshot of what is not saved."""
-        run = self._runs[name]
+        line = self._lines[name]
+        run = line.run
         if self._resident[name]:
-            outdated = await self._save(run, self.turns.following(name) - 1)
-            await self._journal.run(partial(_note_snapshot, run=run))
+            outdated = await self._save(run, line.following - 1)
+
+            def note(store: TinkerStore) -> None:
+                store.put(run)
+                store.passed(run)
+
+            await self._journal.run(note)
             if outdated is not None:
                 await remove_files(outdated)
         await self._lose(run)
@@ -254,7 +284,7 @@ class Training:
 
     def _compute(self, run: TinkerRun, operation: TinkerOperation) -> Applied:
         kind = operation.kind
-        if kind in (*CHANGING, "forward"):
+        if kind in (*_CHANGING, "forward"):
             return compute(self._learner, run, operation)
         if kind == "load_weights":
             return self._load(run, operation)
@@ -322,7 +352,7 @@ class Training:
 
 
 def compute(learner: TinkerLearner, run: TinkerRun, operation: TinkerOperation) -> Applied:
-    """Applies one of `CHANGING`, or a pass without gradients."""
+    """Applies one of `_CHANGING`, or a pass without gradients."""
     kind = operation.kind
     if kind == "create_model":
         learner.create(run.id, run.lora)
@@ -359,11 +389,6 @@ def repeat(
                 remedy="compute with the same hardware, libraries and number of threads as "
                 "before, or create a run from the last saved weights",
             )
-
-
-def _note_snapshot(store: TinkerStore, run: TinkerRun) -> None:
-    store.put(run)
-    store.passed(run)
 
 
 def _json(*facts: Fact, needs_snapshot: bool = False, **answer: object) -> Applied:
