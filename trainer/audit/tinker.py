@@ -16,7 +16,6 @@ from learning.device import reproducible_numbers
 from learning.ranks import Ranks
 from trainer.audit.comparison import differences
 from trainer.observe.audit import Setup
-from trainer.tinker.interface import TinkerLearner
 from trainer.tinker.learner import RunLearner
 from trainer.tinker.records import Checkpoint, TinkerRun
 from trainer.tinker.run_files import RUN
@@ -61,7 +60,7 @@ def _recorded(directory: Path) -> dict[str, dict[str, object]]:
     return found
 
 
-def _all_runs(directory: Path, learner: TinkerLearner) -> int:
+def _all_runs(directory: Path, learner: RunLearner) -> int:
     store = TinkerStore(directory / "tinker.sqlite")
     state = State(directory, most_runs=0)
     for fact in store.facts():
@@ -79,7 +78,7 @@ def _all_runs(directory: Path, learner: TinkerLearner) -> int:
     return status
 
 
-def _one_run(run: TinkerRun, learner: TinkerLearner, state: State, *, store: TinkerStore) -> str:
+def _one_run(run: TinkerRun, learner: RunLearner, state: State, *, store: TinkerStore) -> str:
     """Returns what was compared. Raises NotReproduced."""
     since = store.since(run)
     if run.snapshot < 0 and not since:
@@ -102,7 +101,7 @@ def _one_run(run: TinkerRun, learner: TinkerLearner, state: State, *, store: Tin
     return f"{len(since)} operations and {compared} saved weights are the same"
 
 
-def _compare_saved(learner: TinkerLearner, checkpoint: Checkpoint, state: State) -> None:
+def _compare_saved(learner: RunLearner, checkpoint: Checkpoint, state: State) -> None:
     """Raises NotReproduced when a run's weights, or its optimiser's state where that was saved,
     differ from a checkpoint.
     """

@@ -31,7 +31,6 @@ from trainer.start.rank import started
 from trainer.tinker.app import create_tinker_app
 from trainer.tinker.clients import Clients
 from trainer.tinker.engines import GroupEngines, add_nodes
-from trainer.tinker.interface import TinkerLearner
 from trainer.tinker.learner import RunLearner
 from trainer.tinker.sampling import Adapters
 from trainer.tinker.server import TinkerServer
@@ -93,7 +92,7 @@ def _tokenizer(config: Config) -> str:
 
 
 def _composed(
-    config: Config, topology: Topology, ranks: Ranks, *, learner: TinkerLearner, clients: Clients
+    config: Config, topology: Topology, ranks: Ranks, *, learner: RunLearner, clients: Clients
 ) -> FastAPI:
     """Returns the app of the server with its engines: in this process, or in a job group those of
     rollout-server.

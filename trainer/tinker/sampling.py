@@ -13,7 +13,6 @@ import time
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,7 @@ from common.weights.checksums import checksum
 from services.http.sqlite_store import sum_of
 from services.rollout.engine_client import EngineClient
 from trainer.tinker import requests
-from trainer.tinker.messages import SampleAnswer, write_samples
+from trainer.tinker.messages import write_samples
 from trainer.tinker.records import Checkpoint, Sampler, TinkerResult
 from trainer.tinker.state import State
 from trainer.tinker.store import Journal
@@ -242,10 +241,11 @@ class Sampling:
             for name in ("input_token_logprobs", "input_top_logprobs"):
                 scores[name][:skipped] = [None] * skipped
 
-        answers = await self._completions(body.tokens, sampling, adapter)
-        samples = [_sampled(answer) for answer in answers]
-        if body.topk_sample_logprobs:
-            samples = [await self._with_top(body, sample, adapter) for sample in samples]
+        samples = await self._completions(body.tokens, sampling, adapter)
+        for sample in samples if body.topk_sample_logprobs else ():
+            tokens = [*body.tokens, *sample["tokens"]]
+            top = await self._score(tokens, adapter, top=body.topk_sample_logprobs)
+            sample["top"] = top["input_top_logprobs"][len(body.tokens) :]
         own = [place and place[0] for place in scores.get("input_token_logprobs", ())]
         return write_samples(
             samples,
@@ -253,14 +253,6 @@ class Sampling:
             scores["input_top_logprobs"] if body.topk_prompt_logprobs else None,
             targets.answer(scores["input_token_ids_logprobs"]) if targets else None,
         )
-
-    async def _with_top(
-        self, body: requests.Sample, sample: SampleAnswer, adapter: str | None
-    ) -> SampleAnswer:
-        """Returns a sample with the likeliest tokens at its places, at temperature 1."""
-        tokens = [*body.tokens, *sample.tokens]
-        scores = await self._score(tokens, adapter, top=body.topk_sample_logprobs)
-        return replace(sample, top=scores["input_top_logprobs"][len(body.tokens) :])
 
     async def _score(
         self, tokens: list[int], adapter: str | None, *, top: int, chosen: Sequence[int] = ()
@@ -286,17 +278,18 @@ class Sampling:
     async def _completions(
         self, tokens: list[int], sampling: dict[str, Any], adapter: str | None
     ) -> list[dict[str, Any]]:
-        """Returns n completions, with a request for each where the engine gives all of a request
-        the same seed.
+        """Returns n completions as `write_samples` reads them, with a request for each where the
+        engine gives all of a request the same seed.
         """
-        if not self._client.seeds_apart:
-            return await self._post(tokens, sampling, adapter)
-        alone = [
-            {**sampling, "n": 1, "sampling_seed": single_seed(sampling["sampling_seed"], index)}
-            for index in range(sampling["n"])
-        ]
-        found = await asyncio.gather(*(self._post(tokens, each, adapter) for each in alone))
-        return [answer for (answer,) in found]
+        each_alone = [sampling]
+        if self._client.seeds_apart:
+            seed = sampling["sampling_seed"]
+            each_alone = [
+                {**sampling, "n": 1, "sampling_seed": single_seed(seed, index)}
+                for index in range(sampling["n"])
+            ]
+        found = await asyncio.gather(*(self._post(tokens, each, adapter) for each in each_alone))
+        return [_sampled(answer) for answers in found for answer in answers]
 
     async def _post(
         self, tokens: list[int], sampling: dict[str, Any], adapter: str | None, **more: Any
@@ -309,7 +302,7 @@ class Sampling:
         return found if isinstance(found, list) else [found]
 
 
-def _sampled(answer: dict[str, Any]) -> SampleAnswer:
+def _sampled(answer: dict[str, Any]) -> dict[str, Any]:
     meta = answer["meta_info"]
     reason = meta["finish_reason"]["type"]
     if reason not in ("stop", "length"):
@@ -320,4 +313,4 @@ def _sampled(answer: dict[str, Any]) -> SampleAnswer:
             remedy="send the request again; see the engine's log",
         )
     logprobs = [logprob for logprob, *_ in meta["output_token_logprobs"]]
-    return SampleAnswer(answer["output_ids"], logprobs, reason)
+    return {"tokens": answer["output_ids"], "logprobs": logprobs, "reason": reason}

@@ -3,18 +3,17 @@
 import asyncio
 import secrets
 import time
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from common.clients.rollout import RolloutClient
 from common.errors import InvalidInput, Overloaded, ServiceLost
 from services.http.sqlite_store import sum_of
 from trainer.tinker import requests
-from trainer.tinker.interface import WITHOUT_STABLE_REINFORCE, LoraSpec, TinkerLearner
+from trainer.tinker.interface import WITHOUT_STABLE_REINFORCE, LoraSpec
 from trainer.tinker.messages import read_pass
 from trainer.tinker.records import (
     Checkpoint,
@@ -30,10 +29,15 @@ from trainer.tinker.state import State, remove_files
 from trainer.tinker.store import Journal, TinkerStore
 from trainer.tinker.training import Training
 
+if TYPE_CHECKING:
+    from trainer.tinker.learner import RunLearner
+
 MAX_WAITING = 4096
 """Operations of a run, or requests of a sampler, that may wait."""
 POLL_S = 20.0
 """How long a question for a result waits for it. The SDK gives up after 45 seconds."""
+_ANY = -2
+_T = TypeVar("_T")
 _F = TypeVar("_F", TinkerSession, Sampler, Checkpoint)
 _CLONE = 1_000_000_000
 """Numbers of each copy of a sampling client."""
@@ -54,7 +58,7 @@ class TinkerServer:
     def __init__(  # noqa: PLR0913
         self,
         directory: Path,
-        learner: TinkerLearner,
+        learner: "RunLearner",
         client: RolloutClient,
         adapters: Adapters,
         *,
@@ -75,7 +79,7 @@ class TinkerServer:
         self._store = TinkerStore(directory / "tinker.sqlite")
         self._journal = Journal(self._store)
         self._waiters: dict[tuple[str, int], asyncio.Event] = {}
-        self._news: dict[str, asyncio.Event] = {}
+        """Set when an operation, or any of a line (`_ANY`), has finished."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._training = Training(
             learner,
@@ -326,29 +330,18 @@ class TinkerServer:
     # ------------------------------------------------------------ futures
 
     def _note_finished(self, line: str, number: int) -> None:
-        for waiting in (self._waiters.pop((line, number), None), self._news.pop(line, None)):
-            if waiting is not None:
-                waiting.set()
+        for key in ((line, number), (line, _ANY)):
+            if key in self._waiters:
+                self._waiters.pop(key).set()
 
     async def result(self, owner: str, request_id: str) -> TinkerResult | None:
         """Returns a result as soon as it is there; None when it is not within `POLL_S`."""
-        line, number = self._parse(owner, request_id)
-        event = self._waiters.setdefault((line, number), asyncio.Event())
-        found = await self._look(line, number)
-        if found is None:
-            await _wait(event, POLL_S)
-            found = await self._look(line, number)
-        return found
+        key = self._parse(owner, request_id)
 
-    async def _look(self, line: str, number: int) -> TinkerResult | None:
-        waits = False
-        try:
-            found = await self._journal.run(partial(TinkerStore.result, line=line, seq=number))
-            waits = found is None
-            return found
-        finally:
-            if not waits:
-                self._waiters.pop((line, number), None)
+        def look(store: TinkerStore) -> TinkerResult | None:
+            return store.result(*key)
+
+        return await self._awaited(key, look, POLL_S)
 
     async def news(self, owner: str, body: requests.RetrieveMany) -> tuple[list[Any], int]:
         """Returns (seq, finished, ok) of what a sampler has finished since the cursor, as soon as
@@ -360,21 +353,31 @@ class TinkerServer:
         block = range(start, start + _CLONE)
         asked = [self._parse(owner, each) for each in body.retrieved_request_ids]
         fetched = [number for line, number in asked if line == sampler.id]
-        wait_s = POLL_S if body.timeout is None else min(body.timeout, POLL_S)
-        deadline = time.monotonic() + wait_s
 
         def look(store: TinkerStore) -> list[tuple[int, int, int]]:
             store.forget(sampler.id, fetched)
             return store.finished_after(sampler.id, block, body.prev_cursor)
 
-        while True:
-            news = self._news.setdefault(sampler.id, asyncio.Event())
-            found = await self._journal.run(look)
-            left_s = deadline - time.monotonic()
-            if found or left_s <= 0:
-                break
-            await _wait(news, left_s)
+        wait_s = POLL_S if body.timeout is None else min(body.timeout, POLL_S)
+        found = await self._awaited((sampler.id, _ANY), look, wait_s)
         return found, max([body.prev_cursor, *(finished for _, finished, _ in found)])
+
+    async def _awaited(
+        self, key: tuple[str, int], look: Callable[[TinkerStore], _T], wait_s: float
+    ) -> _T:
+        """Returns what is found at once, or when an operation has finished within the time."""
+        deadline = time.monotonic() + wait_s
+        try:
+            while True:
+                event = self._waiters.setdefault(key, asyncio.Event())
+                found = await self._journal.run(look)
+                left_s = deadline - time.monotonic()
+                if found or left_s <= 0:
+                    return found
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(event.wait(), left_s)
+        finally:
+            self._waiters.pop(key, asyncio.Event()).set()  # whoever else waits for it looks again
 
     async def cancel(self, owner: str, body: requests.Retrieve) -> None:
         """Ends a request of a sampler that nobody waits for."""
@@ -388,8 +391,3 @@ class TinkerServer:
         else:
             self.state.find(TinkerRun, line, owner)
         return line, int(number) if number.isdecimal() else -1
-
-
-async def _wait(event: asyncio.Event, seconds: float) -> None:
-    with suppress(TimeoutError):
-        await asyncio.wait_for(event.wait(), seconds)

@@ -15,12 +15,11 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from common.errors import Conflict, InvalidInput, NotFound, ServiceError, error_text
 from services.http.one_thread import OneThread
 from trainer.tinker import requests
-from trainer.tinker.interface import TinkerLearner
 from trainer.tinker.messages import read_pass, write_outputs
 from trainer.tinker.records import (
     Checkpoint,
@@ -32,6 +31,9 @@ from trainer.tinker.records import (
 )
 from trainer.tinker.state import State, remove_files
 from trainer.tinker.store import Journal, TinkerStore
+
+if TYPE_CHECKING:
+    from trainer.tinker.learner import RunLearner
 
 log = logging.getLogger(__name__)
 _CHANGING = ("create_model", "forward_backward", "optim_step")
@@ -97,7 +99,7 @@ class Training:
 
     def __init__(
         self,
-        learner: TinkerLearner,
+        learner: "RunLearner",
         state: State,
         journal: Journal,
         *,
@@ -351,7 +353,7 @@ class Training:
         )
 
 
-def compute(learner: TinkerLearner, run: TinkerRun, operation: TinkerOperation) -> Applied:
+def compute(learner: "RunLearner", run: TinkerRun, operation: TinkerOperation) -> Applied:
     """Applies one of `_CHANGING`, or a pass without gradients."""
     kind = operation.kind
     if kind == "create_model":
@@ -367,7 +369,7 @@ def compute(learner: TinkerLearner, run: TinkerRun, operation: TinkerOperation) 
 
 
 def repeat(
-    learner: TinkerLearner,
+    learner: "RunLearner",
     run: TinkerRun,
     snapshot: Path,
     *,
