@@ -4,8 +4,8 @@ trainer. It has no weights for them: each starts with the base model and gets ad
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
 from typing import Annotated
 
 from fastapi import FastAPI, Query
@@ -24,18 +24,13 @@ class GroupEngines:
     def __init__(self) -> None:
         self._heard: dict[str, float] = {}
         self._clients: dict[str, EngineClient] = {}
-        self._stack = AsyncExitStack()
+        self.stack = AsyncExitStack()
+        """Closes the clients when it is left."""
 
     def clients(self) -> Sequence[EngineClient]:
         """Returns a client for each engine that serves."""
         now = time.monotonic()
         return [self._clients[url] for url, at in self._heard.items() if now - at < _SILENT_S]
-
-    @asynccontextmanager
-    async def running(self) -> AsyncIterator[None]:
-        """Closes the clients at the end."""
-        async with self._stack:
-            yield
 
     async def note(self, report: WorkerReport) -> None:
         """Notes what a node says of its engine."""
@@ -44,7 +39,7 @@ class GroupEngines:
             return
         if report.url not in self._clients:
             client = EngineClient("engine", report.url)
-            self._clients[report.url] = await self._stack.enter_async_context(client)
+            self._clients[report.url] = await self.stack.enter_async_context(client)
         self._heard[report.url] = time.monotonic()
 
 

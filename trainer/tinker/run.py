@@ -17,14 +17,12 @@ from common.process.metrics import Metrics
 from common.process.security import is_loopback
 from common.process.topology import ROLLOUT, TINKER, Topology
 from common.settings.config import Config
-from learning.device import choose_device
 from learning.loading import Pretrained
 from learning.ranks import Ranks
 from services.engine.app import make_app
-from services.engine.engine import Engine
-from services.engine.model import Model
 from services.http.app import serve
 from services.rollout.engine_client import TINKER_ADAPTERS, EngineClient
+from trainer.backends.embedded import embedded_engine
 from trainer.observe.audit import Setup
 from trainer.policy.scorer import context_length
 from trainer.start.rank import started
@@ -85,12 +83,6 @@ def _record_settings(config: Config, setup: Setup, directory: Path) -> None:
     new.replace(file)
 
 
-def _tokenizer(config: Config) -> str:
-    """Returns what clients load the tokenizer from: a name, or a directory of this machine."""
-    name = config.tinker.name or config.model.name
-    return str(Path(name).absolute()) if Path(name).is_dir() else name
-
-
 def _composed(
     config: Config, topology: Topology, ranks: Ranks, *, learner: RunLearner, clients: Clients
 ) -> FastAPI:
@@ -103,7 +95,8 @@ def _composed(
     group = GroupEngines()
     parts = AsyncExitStack()
     if topology.group is None:
-        engine = _engine(config, Pretrained(AutoModelForCausalLM, config.model.name).files(ranks))
+        files = Pretrained(AutoModelForCausalLM, config.model.name).files(ranks)
+        engine = embedded_engine(config, files, BASE_VERSION, beside_trainer=True)
         app = make_app(engine)
         transport = httpx.ASGITransport(app)
         client = RolloutClient("engine", _IN_PROCESS, transport=transport, deadline_s=limit_s)
@@ -119,14 +112,15 @@ def _composed(
         context = context_length(config.model) or config.rollout.max_context_tokens
         if config.rollout.engine == "embedded":
             context = min(context, config.rollout.max_context_tokens)
-        entered = [group.running(), client]
+        entered = [group.stack, client]
 
+    name = config.tinker.name or config.model.name
     server = TinkerServer(
         directory.absolute(),
         learner,
         client,
         adapters,
-        base_model=config.tinker.name or config.model.name,
+        base_model=name,
         max_context_tokens=context,
         most_runs=config.tinker.max_runs,
         resident=config.tinker.resident_runs,
@@ -141,27 +135,9 @@ def _composed(
                 await parts.enter_async_context(part)
             yield
 
-    made = create_tinker_app(server, clients, _tokenizer(config), lifespan, metrics=Metrics(TINKER))
+    # Clients load the tokenizer by a name, or from a directory of this machine.
+    tokenizer = str(Path(name).absolute()) if Path(name).is_dir() else name
+    made = create_tinker_app(server, clients, tokenizer, lifespan, metrics=Metrics(TINKER))
     if topology.group is not None:
         add_nodes(made, group)
     return made
-
-
-def _engine(config: Config, files: Path) -> Engine:
-    rollout = config.rollout
-    model = Model(
-        files,
-        rollout.max_context_tokens,
-        choose_device(rollout.device, "rollout.device"),
-        dtype=config.model.dtype,
-        fp32_head=config.model.fp32_head,
-        deterministic=config.reproducible,
-    )
-    # Passes of the learner synchronise the device, which would abort a capture.
-    model.graphs = None
-    return Engine(
-        model,
-        max_running=rollout.max_running_requests,
-        seed=config.seed,
-        weight_version=BASE_VERSION,
-    )

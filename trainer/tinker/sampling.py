@@ -195,15 +195,12 @@ class Sampling:
         seed = f"{checkpoint.checksum} {checkpoint.copies} {sampler.copy}"
         weights = f"{checkpoint.path}@{checkpoint.checksum}"
 
-        async def answer(*, again: bool) -> tuple[bytes, str]:
-            async with self._adapters.use(name, files, again=again):
-                return await self._generate(body, name, seed), weights
-
         deadline = time.monotonic() + _LOAD_S
         again = False
         while True:
             try:
-                return await answer(again=again)
+                async with self._adapters.use(name, files, again=again):
+                    return await self._generate(body, name, seed), weights
             except ServiceError as error:
                 is_missing = error.status == 400 and "loaded" in str(error)
                 if not is_missing or time.monotonic() > deadline:

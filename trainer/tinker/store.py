@@ -6,13 +6,14 @@ again finds the same one. `Journal` writes what is due at the same time in one t
 
 import asyncio
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any, TypeVar, get_args
 
 import msgspec
 
 from common.errors import InvalidInput, NotFound, ServiceError
-from services.http.one_thread import OneThread
 from services.http.sqlite_store import TABLES, Damaged, SqliteStore, sealed, sum_of, unsealed
 from trainer.tinker.records import Fact, TinkerOperation, TinkerResult, TinkerRun
 
@@ -228,48 +229,39 @@ class Journal:
 
     def __init__(self, store: TinkerStore) -> None:
         self._store = store
-        self._thread = OneThread("tinker-store")
-        self._due: list[tuple[Callable[[TinkerStore], Any], asyncio.Future[Any]]] = []
-        self._writing: asyncio.Task[None] | None = None
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="tinker-store")
+        self._due: SimpleQueue[tuple[Callable[[TinkerStore], Any], Future[Any]]] = SimpleQueue()
 
     async def run(self, work: Callable[[TinkerStore], _T]) -> _T:
         """Returns what `work` returns, once it is on disk."""
-        done: asyncio.Future[_T] = asyncio.get_running_loop().create_future()
-        self._due.append((work, done))
-        if self._writing is None or self._writing.done():
-            self._writing = asyncio.create_task(self._write())
+        done: Future[_T] = Future()
+        self._due.put((work, done))
+        # What else is due in this turn of the loop is written with it.
+        asyncio.get_running_loop().call_soon(self._thread.submit, self._write)
         # A caller that is cancelled does not undo what is written with it.
-        return await asyncio.shield(done)
+        return await asyncio.shield(asyncio.wrap_future(done))
 
     async def close(self) -> None:
         """Waits for what is due and closes the file."""
-        if self._writing is not None:
-            await self._writing
-        await self._thread.call(self._store.close)
-        await self._thread.close()
+        await self.run(lambda _: None)
+        await asyncio.to_thread(self._thread.shutdown)
+        self._store.close()
 
-    async def _write(self) -> None:
-        while self._due:
-            batch = self._due
-            self._due = []
-            try:
-                outcomes = await self._thread.call(self._together, [work for work, _ in batch])
-            except Exception as error:
-                outcomes = [error] * len(batch)
-            for (_, done), outcome in zip(batch, outcomes, strict=True):
-                if done.cancelled():
-                    continue
-                if isinstance(outcome, Exception):
-                    done.set_exception(outcome)
-                else:
-                    done.set_result(outcome)
-
-    def _together(self, batch: Sequence[Callable[[TinkerStore], Any]]) -> list[Any]:
+    def _write(self) -> None:
+        # An earlier call may have done it already.
+        batch = [self._due.get() for _ in range(self._due.qsize())]
         outcomes: list[Any] = []
-        with self._store.transaction():
-            for work in batch:
-                try:
-                    outcomes.append(work(self._store))
-                except ServiceError as error:
-                    outcomes.append(error)
-        return outcomes
+        try:
+            with self._store.transaction():
+                for work, _ in batch:
+                    try:
+                        outcomes.append(work(self._store))
+                    except ServiceError as error:
+                        outcomes.append(error)
+        except Exception as error:
+            outcomes = [error] * len(batch)
+        for (_, done), outcome in zip(batch, outcomes, strict=True):
+            if isinstance(outcome, Exception):
+                done.set_exception(outcome)
+            else:
+                done.set_result(outcome)

@@ -171,7 +171,7 @@ class Training:
         try:
             await self._bring_back(run, operation)
             started = time.monotonic()
-            outcome = await self._thread.call(self._compute, run, operation)
+            outcome = await self._thread.call(self._outcome, run, operation)
             unsaved = self._resident.pop(run.id, 0.0) + time.monotonic() - started
             self._resident[run.id] = unsaved
             result = TinkerResult(ok=True, content=outcome.content, is_json=outcome.is_json)
@@ -181,7 +181,12 @@ class Training:
                 outdated = await self._save(run, operation.seq)
             facts += outcome.facts
         except Exception as error:
-            result = await self._failed(run, operation, error)
+            # A refusal has changed nothing. What any other error has changed is not known: the run
+            # comes back from its snapshot.
+            if not isinstance(error, ServiceError) or error.status >= 500:
+                log.error("operation %s failed", operation.request_id, exc_info=error)
+                await self._lose(run)
+            result = failure(error)
 
         repeatable = result.ok and operation.kind in _CHANGING
 
@@ -194,20 +199,7 @@ class Training:
         await self._journal.run(write)
         await self._clean(facts, outdated)
 
-    async def _failed(
-        self, run: TinkerRun, operation: TinkerOperation, error: Exception
-    ) -> TinkerResult:
-        """Returns the result of an operation that failed.
-
-        A refusal has changed nothing. What any other error has changed is not known: the run comes
-        back from its snapshot.
-        """
-        if not isinstance(error, ServiceError) or error.status >= 500:
-            log.error("operation %s failed", operation.request_id, exc_info=error)
-            await self._lose(run)
-        return failure(error)
-
-    async def _clean(self, facts: list[Fact], outdated: Path | None) -> None:
+    async def _clean(self, facts: Sequence[Fact], outdated: Path | None) -> None:
         """Adds what is on disk now to the state, and removes what it replaces or outlives."""
         for fact in facts:
             replaced = self._state.add(fact)
@@ -284,7 +276,7 @@ class Training:
 
     # ------------------------------------------------------------ in the learner's thread
 
-    def _compute(self, run: TinkerRun, operation: TinkerOperation) -> Applied:
+    def _outcome(self, run: TinkerRun, operation: TinkerOperation) -> Applied:
         kind = operation.kind
         if kind in (*_CHANGING, "forward"):
             return compute(self._learner, run, operation)

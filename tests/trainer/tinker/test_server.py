@@ -5,6 +5,7 @@ import os
 import random
 import threading
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import httpx
@@ -190,14 +191,11 @@ async def _kill(server: Any, after: int) -> None:
     for _ in range(after):
         await asyncio.sleep(0.001)
     journal = server._journal
-    writing = journal._writing
-    journal._due.clear()
+    journal._due = SimpleQueue()
     for task in asyncio.all_tasks() - {asyncio.current_task()}:
         task.cancel()
     await asyncio.sleep(0)
-    if writing is not None:
-        await asyncio.gather(writing, return_exceptions=True)
-    await journal._thread.close()
+    await asyncio.to_thread(journal._thread.shutdown)
     server._store.close()
 
 
