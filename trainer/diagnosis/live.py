@@ -66,7 +66,12 @@ async def ask(
     nodes = 1
     if not own:
         ranks, nodes, facts.trainer_problem = await _ask_trainer(config, topology, headers)
-        facts.ranks = [_rank(each) for each in ranks]
+        facts.ranks = [
+            RankFacts(
+                **each.model_dump(), answered=each.pid > 0, collective=collective(each.stacks)
+            )
+            for each in ranks
+        ]
     health = Health(config, topology, lambda: nodes, lambda: None, headers=headers)
     async with health.running():
         _, *services = await health.ask()
@@ -106,14 +111,6 @@ async def _ask_trainer(
         return [], nodes, problem_of(error)
     except BAD_ANSWER:
         return [], nodes, "error"
-
-
-def _rank(where: RankWhere) -> RankFacts:
-    return RankFacts(
-        **where.model_dump(),
-        answered=where.pid > 0,
-        collective=collective(where.stacks),
-    )
 
 
 def collective(stacks: str) -> str:

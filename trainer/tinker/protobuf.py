@@ -11,7 +11,6 @@ The SDK's own classes are generated code of a package that this project does not
 """
 
 import itertools
-import math
 import struct
 from collections.abc import Iterator, Mapping
 from io import BytesIO
@@ -115,7 +114,7 @@ def _fields(message: bytes) -> Iterator[tuple[int, int | float | bytes]]:
             yield key >> 3, _read_varint(stream)
             continue
 
-        size = _read_varint(stream) if kind == _BYTES else _WIDTHS.get(kind, math.inf)
+        size = _read_varint(stream) if kind == _BYTES else _WIDTHS.get(kind, len(message) + 1)
         content = stream.read(min(size, len(message)))
         if len(content) != size:
             raise _malformed(

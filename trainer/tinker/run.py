@@ -4,6 +4,7 @@ import json
 import logging
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
 from pathlib import Path
 
 import httpx
@@ -23,17 +24,18 @@ from services.engine.app import make_app
 from services.http.app import serve
 from services.rollout.engine_client import TINKER_ADAPTERS, EngineClient
 from trainer.backends.embedded import embedded_engine
+from trainer.backends.server import add_nodes
 from trainer.observe.audit import Setup
 from trainer.policy.scorer import context_length
 from trainer.start.rank import started
 from trainer.tinker.app import create_tinker_app
 from trainer.tinker.clients import Clients
-from trainer.tinker.engines import GroupEngines, add_nodes
 from trainer.tinker.learner import RunLearner
 from trainer.tinker.sampling import Adapters
 from trainer.tinker.server import TinkerServer
 from trainer.tinker.settings import RECORDED
 from trainer.trackers.base import flatten
+from trainer.weights.board import WeightBoard
 
 log = logging.getLogger(__name__)
 _IN_PROCESS = "http://in-process"
@@ -92,8 +94,8 @@ def _composed(
     directory = config.trainer.run_dir
     assert directory is not None, "`load` sets it"
     limit_s = config.limits.service_timeout_s
-    group = GroupEngines()
     parts = AsyncExitStack()
+    board: WeightBoard | None = None
     if topology.group is None:
         files = Pretrained(AutoModelForCausalLM, config.model.name).files(ranks)
         engine = embedded_engine(config, files, BASE_VERSION, beside_trainer=True)
@@ -105,14 +107,16 @@ def _composed(
         context = engine.model.max_context_tokens
         entered = [app.router.lifespan_context(app), client, control]
     else:
+        # It has no weights for the nodes: each engine starts with the base model and gets adapters.
+        board = WeightBoard(directory / "weights")
         url = topology.url(ROLLOUT, config.rollout.router_port)
         client = RolloutClient(ROLLOUT, url, deadline_s=limit_s)
         client.seeds_apart = config.rollout.engine == "sglang"
-        adapters = Adapters(group.clients, TINKER_ADAPTERS)
+        adapters = Adapters(partial(_engines, board, {}, parts), TINKER_ADAPTERS)
         context = context_length(config.model) or config.rollout.max_context_tokens
         if config.rollout.engine == "embedded":
             context = min(context, config.rollout.max_context_tokens)
-        entered = [group.stack, client]
+        entered = [client]
 
     name = config.tinker.name or config.model.name
     server = TinkerServer(
@@ -138,6 +142,18 @@ def _composed(
     # Clients load the tokenizer by a name, or from a directory of this machine.
     tokenizer = str(Path(name).absolute()) if Path(name).is_dir() else name
     made = create_tinker_app(server, clients, tokenizer, lifespan, metrics=Metrics(TINKER))
-    if topology.group is not None:
-        add_nodes(made, group)
+    if board is not None:
+        add_nodes(made, board)
     return made
+
+
+def _engines(
+    board: WeightBoard, known: dict[str, EngineClient], parts: AsyncExitStack
+) -> list[EngineClient]:
+    """Returns a client for each engine whose node reports that it serves; `parts` closes them."""
+    urls = [worker.url for worker in board.workers() if worker.state == "ready"]
+    for url in urls:
+        if url not in known:
+            known[url] = EngineClient("engine", url)
+            parts.push_async_callback(known[url].close)
+    return [known[url] for url in urls]

@@ -126,7 +126,9 @@ class Training:
 
     def add(self, name: str, number: int) -> None:
         """Applies an operation of a run when all before it are applied."""
-        line = self._lines[name]
+        line = self._lines.get(name)
+        if line is None:  # the run was deleted
+            return
         line.waiting.add(number)
         if line.task is None or line.task.done():
             line.task = self._spawn(self._work(line))
@@ -220,15 +222,6 @@ class Training:
             await self._put_away(next(iter(self._resident)))
         if operation.seq == 0:  # which creates it
             return
-        self._resident[run.id] = 0.0
-        try:
-            await self._repeat(run)
-        except Exception:
-            await self._lose(run)
-            raise
-
-    async def _repeat(self, run: TinkerRun) -> None:
-        """Loads the snapshot of a run and applies again what was applied since."""
         since = await self._journal.run(lambda store: store.since(run))
         if run.snapshot < 0 and not since:
             raise NotFound(
@@ -237,8 +230,13 @@ class Training:
                 value=run.id,
                 remedy="see the error of its first operation, and create another run",
             )
+        snapshot = self._state.snapshot(run)
         started = time.monotonic()
-        await self._thread.call(repeat, self._learner, run, self._state.snapshot(run), since=since)
+        try:
+            await self._thread.call(repeat, self._learner, run, snapshot, since=since)
+        except Exception:
+            await self._lose(run)
+            raise
         self._resident[run.id] = time.monotonic() - started
 
     async def _put_away(self, name: str) -> None:
