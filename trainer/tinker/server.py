@@ -212,7 +212,7 @@ class TinkerServer:
             if sampler.id.startswith(f"{name}:"):  # of weights without a name
                 gone.append(sampler)
         await self.state.forget(gone, self._journal)
-        await remove_files(self.state.folder(run))
+        await remove_files(self.state.folder(name))
 
     async def _put(self, fact: _F) -> _F:
         self.state.add(fact)
@@ -265,9 +265,8 @@ class TinkerServer:
         run = self.state.get(TinkerRun, name)
         if run is None:
             self.state.check_quota(owner)
-            now = time.time()
             about = body.user_metadata
-            run = TinkerRun(name, session, owner, lora, created=now, used=now, about=about)
+            run = TinkerRun(name, session, owner, lora, used=time.time(), about=about)
         kind = "create_model" if isinstance(body, requests.CreateModel) else "load_weights"
         return await self._accept(TinkerOperation(name, 0, kind, body.stored()), run)
 

@@ -99,20 +99,17 @@ class State:
 
     # ------------------------------------------------------------ files
 
-    def folder(self, run: TinkerRun) -> Path:
+    def folder(self, run: str) -> Path:
         """Returns the directory of a run's files."""
-        return self._folder(run.id)
+        return self._directory / "runs" / run.replace(":", "-")
 
     def files(self, checkpoint: Checkpoint) -> Path:
         """Returns the directory of a checkpoint's files."""
-        return self._folder(checkpoint.run) / checkpoint.folder
+        return self.folder(checkpoint.run) / checkpoint.folder
 
     def snapshot(self, run: TinkerRun) -> Path:
         """Returns the directory of a run's last snapshot."""
-        return self.folder(run) / f"state-{run.snapshot}"
-
-    def _folder(self, run: str) -> Path:
-        return self._directory / "runs" / run.replace(":", "-")
+        return self.folder(run.id) / f"state-{run.snapshot}"
 
     def outdated(self) -> list[Checkpoint]:
         """Returns checkpoints that have expired, and unnamed ones beyond a run's newest."""

@@ -75,7 +75,6 @@ class Applied:
     is_json: bool = True
     facts: tuple[Fact, ...] = ()
     """What the operation made."""
-    needs_snapshot: bool = False
 
 
 def failure(error: Exception) -> TinkerResult:
@@ -179,7 +178,7 @@ class Training:
             result = TinkerResult(ok=True, content=outcome.content, is_json=outcome.is_json)
             if operation.kind == "optim_step":
                 run.copies = 0
-            if outcome.needs_snapshot or unsaved > SNAPSHOT_S:
+            if operation.kind == "load_weights" or unsaved > SNAPSHOT_S:
                 outdated = await self._save(run, operation.seq)
             facts += outcome.facts
         except Exception as error:
@@ -294,7 +293,7 @@ class Training:
             )
         self._learner.load(run.id, self._state.files(checkpoint), optimizer=body.optimizer)
         run.copies = checkpoint.copies
-        return _json(needs_snapshot=True, path=body.path, model_id=run.id, type="load_weights")
+        return _json(path=body.path, model_id=run.id, type="load_weights")
 
     def _export(self, run: TinkerRun, operation: TinkerOperation) -> Applied:
         """Saves weights: for training, for samplers, or for downloads."""
@@ -310,7 +309,7 @@ class Training:
                 remedy="use another name, delete them, or save_state(…, overwrite=True)",
             )
         folder = f"{kind}-{operation.seq}"
-        files = _fresh(self._state.folder(run) / folder)
+        files = _fresh(self._state.folder(run.id) / folder)
         checksum = ""
         if kind == "weights":
             self._learner.save(run.id, files)
@@ -383,8 +382,8 @@ def repeat(
             )
 
 
-def _json(*facts: Fact, needs_snapshot: bool = False, **answer: object) -> Applied:
-    return Applied(json.dumps(answer).encode(), facts=facts, needs_snapshot=needs_snapshot)
+def _json(*facts: Fact, **answer: object) -> Applied:
+    return Applied(json.dumps(answer).encode(), facts=facts)
 
 
 def _fresh(folder: Path) -> Path:

@@ -17,7 +17,6 @@ _RUN = TinkerRun(
     session="s",
     owner="anyone",
     lora=LoraSpec(rank=4, seed=0),
-    created=1.0,
     used=1.0,
     snapshot=2,
 )
