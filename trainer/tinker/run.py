@@ -112,11 +112,12 @@ def _composed(
         url = topology.url(ROLLOUT, config.rollout.router_port)
         client = RolloutClient(ROLLOUT, url, deadline_s=limit_s)
         client.seeds_apart = config.rollout.engine == "sglang"
-        adapters = Adapters(partial(_engines, board, {}, parts), TINKER_ADAPTERS)
+        engines = AsyncExitStack()
+        adapters = Adapters(partial(_engines, board, {}, engines), TINKER_ADAPTERS)
         context = context_length(config.model) or config.rollout.max_context_tokens
         if config.rollout.engine == "embedded":
             context = min(context, config.rollout.max_context_tokens)
-        entered = [client]
+        entered = [engines, client]
 
     name = config.tinker.name or config.model.name
     server = TinkerServer(
@@ -148,12 +149,12 @@ def _composed(
 
 
 def _engines(
-    board: WeightBoard, known: dict[str, EngineClient], parts: AsyncExitStack
+    board: WeightBoard, known: dict[str, EngineClient], end: AsyncExitStack
 ) -> list[EngineClient]:
-    """Returns a client for each engine whose node reports that it serves; `parts` closes them."""
+    """Returns a client for each engine whose node reports that it serves; `end` closes them."""
     urls = [worker.url for worker in board.workers() if worker.state == "ready"]
     for url in urls:
         if url not in known:
             known[url] = EngineClient("engine", url)
-            parts.push_async_callback(known[url].close)
+            end.push_async_callback(known[url].close)
     return [known[url] for url in urls]
