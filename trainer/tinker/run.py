@@ -3,9 +3,10 @@
 import json
 import logging
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import httpx
 import msgspec
@@ -96,6 +97,7 @@ def _composed(
     limit_s = config.limits.service_timeout_s
     parts = AsyncExitStack()
     board: WeightBoard | None = None
+    entered: list[AbstractAsyncContextManager[Any, Any]]
     if topology.group is None:
         files = Pretrained(AutoModelForCausalLM, config.model.name).files(ranks)
         engine = embedded_engine(config, files, BASE_VERSION, beside_trainer=True)
