@@ -6,6 +6,7 @@ import asyncio
 import secrets
 import shutil
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TypeVar
@@ -113,14 +114,13 @@ class State:
 
     def outdated(self) -> list[Checkpoint]:
         """Returns checkpoints that have expired, and unnamed ones beyond a run's newest."""
-        now = time.time()
-        found = [each for each in self.all(Checkpoint) if each.expires and each.expires < now]
-        unnamed: dict[str, list[Checkpoint]] = {}
-        for each in self.all(Checkpoint):
-            if each.unnamed:
-                unnamed.setdefault(each.run, []).append(each)
-        for of_run in unnamed.values():
-            found += of_run[:-KEPT_UNNAMED]
+        found = []
+        newer: Counter[str] = Counter()  # unnamed ones of each run
+        for each in reversed(list(self.all(Checkpoint))):
+            newer[each.run] += each.unnamed
+            is_old = each.unnamed and newer[each.run] > KEPT_UNNAMED
+            if is_old or (each.expires and each.expires < time.time()):
+                found.append(each)
         return found
 
     async def delete(self, checkpoint: Checkpoint, journal: Journal) -> None:

@@ -24,8 +24,10 @@ from trainer.tinker.app import create_tinker_app
 from trainer.tinker.clients import Clients
 from trainer.tinker.interface import AdamParams
 from trainer.tinker.messages import MESSAGES
+from trainer.tinker.records import TinkerOperation
 from trainer.tinker.sampling import Adapters
 from trainer.tinker.settings import TINKER_SETTINGS
+from trainer.tinker.store import TinkerStore
 
 _KILLS = int(os.environ.get("TINKER_KILLS", "6"))
 _KEYS = {"TINKER_KEYS": "ann=tml-ann-0123456789,bob=tml-bob-0123456789"}
@@ -247,6 +249,21 @@ async def test_a_run_is_deleted_with_what_waits_for_it(tmp_path: Path) -> None:
         assert (await client.result(await client.step(other, 1))).status_code == 200
         assert await client.run() == run
         assert (await client.result(await client.step(run, 1))).status_code == 200
+
+
+async def test_an_operation_of_a_run_that_is_gone_is_in_nobodys_way(tmp_path: Path) -> None:
+    """As one that was accepted while its run was deleted."""
+    engine = EchoEngine()
+    async with serving(tmp_path, CountingLearner(), engine) as client:
+        run = await client.run()
+    store = TinkerStore(tmp_path / "tinker.sqlite")
+    with store.transaction():
+        store.accept(TinkerOperation("gone:train:0", 1, "optim_step", b"{}"))
+        store.accept(TinkerOperation("gone:sample:0", 0, "sample", b"{}"))
+    store.close()
+    async with serving(tmp_path, CountingLearner(), engine) as client:
+        stepped = await client.result(await client.step(run, 1))
+        assert stepped.json()["metrics"] == {"weight:mean": 3.0}
 
 
 async def test_a_run_that_was_refused_is_in_nobodys_way(tmp_path: Path) -> None:
