@@ -2,7 +2,6 @@
 compares answers and saved weights with the recorded ones, bit for bit.
 """
 
-import json
 import tempfile
 from contextlib import suppress
 from pathlib import Path
@@ -18,6 +17,7 @@ from trainer.audit.comparison import differences
 from trainer.observe.audit import Setup
 from trainer.tinker.learner import RunLearner
 from trainer.tinker.records import Checkpoint, TinkerRun
+from trainer.tinker.run import Recorded
 from trainer.tinker.run_files import RUN
 from trainer.tinker.settings import RECORDED
 from trainer.tinker.state import State
@@ -27,9 +27,9 @@ from trainer.tinker.training import NotReproduced, repeat
 _JOIN_S = 60.0
 
 
-def recorded_setup(directory: Path) -> Setup:
+def recorded_settings(directory: Path) -> Recorded:
     """Returns what the bits of a server's results depend on."""
-    return msgspec.convert(_recorded(directory)["setup"], Setup)
+    return msgspec.json.decode((directory / RECORDED).read_bytes(), type=Recorded)
 
 
 def audit_tinker(directory: Path) -> int:
@@ -38,10 +38,10 @@ def audit_tinker(directory: Path) -> int:
 
     Raises ConfigError for a file that is damaged, or in use by the server.
     """
-    recorded = _recorded(directory)
-    setup = msgspec.convert(recorded["setup"], Setup)
+    recorded = recorded_settings(directory)
+    setup = recorded.setup
     torch.set_num_threads(setup.threads)
-    config = Config(**recorded["config"])
+    config = Config(**recorded.config)
     with Ranks.from_env(_JOIN_S, config) as ranks, reproducible_numbers(config.reproducible):
         learner = RunLearner(config, ranks)
         if not ranks.is_rank_zero:
@@ -53,11 +53,6 @@ def audit_tinker(directory: Path) -> int:
             return _all_runs(directory.absolute(), learner)
         finally:
             learner.close()
-
-
-def _recorded(directory: Path) -> dict[str, dict[str, object]]:
-    found: dict[str, dict[str, object]] = json.loads((directory / RECORDED).read_bytes())
-    return found
 
 
 def _all_runs(directory: Path, learner: RunLearner) -> int:

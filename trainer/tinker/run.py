@@ -1,6 +1,5 @@
 """Composes the server: the learner on every rank, and on rank 0 engines, store and HTTP."""
 
-import json
 import logging
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
@@ -13,6 +12,7 @@ import msgspec
 from fastapi import FastAPI
 from transformers import AutoModelForCausalLM
 
+from common import Json
 from common.clients.rollout import BASE_VERSION, RolloutClient
 from common.errors import ConfigError
 from common.process.metrics import Metrics
@@ -63,15 +63,22 @@ def run(config: Config, topology: Topology, clients: Clients) -> None:
             learner.close()
 
 
+class Recorded(msgspec.Struct):
+    """What the bits of a server's results depend on."""
+
+    config: Json
+    setup: Setup
+
+
 def _record_settings(config: Config, setup: Setup, directory: Path) -> None:
     """Writes what the bits of all runs depend on. Raises ConfigError when the directory is of a
     server with another base model or scale, in which no run would come back as it was.
     """
     file = directory / RECORDED
-    content = config.model_dump(mode="json")
+    recorded = Recorded(config.model_dump(mode="json"), setup)
     if file.exists():
-        before = flatten(json.loads(file.read_bytes())["config"])
-        now = flatten(content)
+        before = flatten(msgspec.json.decode(file.read_bytes(), type=Recorded).config)
+        now = flatten(recorded.config)
         for name in ("model.name", "model.dtype", "lora.alpha"):
             if now[name] != before[name]:
                 raise ConfigError(
@@ -81,8 +88,7 @@ def _record_settings(config: Config, setup: Setup, directory: Path) -> None:
                     remedy=f"set it to {before[name]}, or name another directory",
                 )
     new = file.with_suffix(".new")
-    recorded = {"config": content, "setup": msgspec.to_builtins(setup)}
-    new.write_text(json.dumps(recorded), encoding="utf-8")
+    new.write_bytes(msgspec.json.encode(recorded))
     new.replace(file)
 
 
