@@ -141,13 +141,11 @@ class Sampling:
             del self._tasks[name]
             self._turns.pop(name, None)
 
-    def waiting(self, name: str) -> int:
-        """Returns how many requests of a sampler have no answer yet."""
-        return len(self._tasks.get(name, ()))
-
-    def following(self, name: str) -> int:
-        """Returns the lowest number that a request may have."""
-        return 0
+    def queue(self, name: str) -> tuple[int, int]:
+        """Returns how many requests of a sampler have no answer yet, and the lowest number that one
+        may have.
+        """
+        return len(self._tasks.get(name, ())), 0
 
     async def cancel(self, name: str, number: int) -> None:
         """Ends a request that nobody waits for."""

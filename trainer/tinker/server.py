@@ -299,7 +299,8 @@ class TinkerServer:
     ) -> TinkerOperation:
         """Writes an operation, with its run if that is new, and queues it."""
         work = self._of(operation.line)
-        if work.waiting(operation.line) >= MAX_WAITING:
+        waiting, first = work.queue(operation.line)
+        if waiting >= MAX_WAITING:
             raise Overloaded(
                 f"{MAX_WAITING} requests wait",
                 field="seq_id",
@@ -309,7 +310,7 @@ class TinkerServer:
             )
 
         def write(store: TinkerStore) -> bool:
-            is_new = store.accept(operation, work.following(operation.line))
+            is_new = store.accept(operation, first)
             if is_new and run is not None:
                 store.put(run)
             return is_new

@@ -132,13 +132,10 @@ class Training:
         if line.task is None or line.task.done():
             line.task = self._spawn(self._work(line))
 
-    def waiting(self, name: str) -> int:
-        """Returns how many operations of a run wait."""
-        return len(self._lines[name].waiting) if name in self._lines else 0
-
-    def following(self, name: str) -> int:
-        """Returns the number of the operation that a run applies next."""
-        return self._lines[name].following if name in self._lines else 0
+    def queue(self, name: str) -> tuple[int, int]:
+        """Returns how many operations of a run wait, and the number of the one that is next."""
+        line = self._lines.get(name)
+        return (len(line.waiting), line.following) if line else (0, 0)
 
     async def _work(self, line: _Line) -> None:
         """Applies what waits, in order."""
