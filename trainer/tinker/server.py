@@ -154,15 +154,15 @@ class TinkerServer:
         session = self.state.session(body.session_id, owner)
         name = f"{session.id}:sample:{body.sampling_session_seq_id}"
         known = self.state.get(Sampler, name)
-        if known is not None and known.path == body.model_path:
-            return known
         if known is not None:
-            raise InvalidInput(
-                "the sampler with this number has other weights, which never change",
-                field="sampling_session_seq_id",
-                value=body.sampling_session_seq_id,
-                remedy="count the samplers of a session; send a request again unchanged",
-            )
+            if known.path != body.model_path:
+                raise InvalidInput(
+                    "the sampler with this number has other weights, which never change",
+                    field="sampling_session_seq_id",
+                    value=body.sampling_session_seq_id,
+                    remedy="count the samplers of a session; send a request again unchanged",
+                )
+            return known
         if body.model_path is None:
             self.check_model(body.base_model)
         elif self.state.find(Checkpoint, body.model_path, owner).kind != "sampler_weights":
