@@ -104,7 +104,7 @@ def _fields(message: bytes) -> Iterator[tuple[int, int | float | bytes]]:
             raise TooLarge(
                 f"a message has more than {MOST_FIELDS:,} fields",
                 field="body",
-                remedy="send fewer data at once",
+                remedy="send less data in one message",
             )
         key, at = _read_varint(message, at)
         number = key >> 3
