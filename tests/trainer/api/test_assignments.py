@@ -61,7 +61,7 @@ def test_every_member_of_the_trainers_is_known() -> None:
 def test_overridden_methods_are_refused(kind: type[GRPOTrainer]) -> None:
     for name in METHODS:
         own = type("Own", (kind,), {name: lambda self, *_: None})
-        with pytest.raises(ConfigError, match="your class overrides") as caught:
+        with pytest.raises(ConfigError) as caught:
             own("some/model", one, None, ROWS)
         assert caught.value.field == name
 
