@@ -36,7 +36,7 @@ _JOIN_AGAIN = "POST /init_weights_update_group again, on every rank"
 
 
 class GroupBody(Body):
-    """`/destroy_weights_update_group`."""
+    """The body of `/destroy_weights_update_group`."""
 
     group_name: str = "weight_update_group"
 
