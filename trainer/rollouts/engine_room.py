@@ -15,7 +15,7 @@ _LOOK_S = 0.1
 _LOOK_SHARE = 0.2
 """Most of the time that looks may take: there may be many engines."""
 _OLD_S = 5.0
-"""A look counts for nothing once it is this much older than the next one could be."""
+"""A look counts for nothing once the next one has been due for this long."""
 _TRANSIT_S = 0.5
 """A group may take so long to get into an engine, which does not count it until then."""
 
