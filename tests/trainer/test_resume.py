@@ -287,9 +287,10 @@ def test_a_run_that_is_refused_leaves_every_file_as_it_was(
         } | {path for path in before if "/state/" in path}
     with (
         RunLock(tmp_path / "run", "other"),
-        pytest.raises(ConfigError, match=r"run other .* is using this directory"),
+        pytest.raises(ConfigError) as caught,
     ):
         train_in_process(settings(), Console(quiet=True))
+    assert (caught.value.code, caught.value.field) == ("run_in_use", "trainer.run_dir")
     train_in_process(settings("--trainer.max_steps", "3"), Console(quiet=True))
     assert len(_run_ids(tmp_path / "run")) == 2
 

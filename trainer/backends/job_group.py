@@ -80,6 +80,7 @@ class JobGroupBackend(Backend):
 
     def agents(self) -> list[Client]:
         """Returns clients for the agents of the rollout nodes that are alive."""
+        # Only the first node of an engine reports; the others have the numbers after it.
         nodes = sorted(
             int(worker.name.rpartition("-")[2]) + number
             for worker in self._board.workers()

@@ -194,7 +194,7 @@ def _named(handler: Handler, path: str) -> Handler:
 
 
 def _add_operations(calls: _Calls, server: TinkerServer) -> None:
-    """Adds what is answered by a future, and the calls for futures."""
+    """Adds the calls that are answered by a future, and those that ask for a future's result."""
     for kind, form in requests.OPERATIONS.items():
 
         async def accept(owner: str, body: requests.Numbered, kind: str = kind) -> Any:
@@ -373,7 +373,7 @@ def _add_links(calls: _Calls, server: TinkerServer) -> None:
 
     @calls.get(f"{_CHECKPOINT}/external_weights_urls")
     async def links(owner: str, base_url: str, run: str, kind: str, name: str) -> Any:
-        """Links to the files of weights."""
+        """Returns links to the files of weights."""
         checkpoint = state.checkpoint(owner, run, kind, name)
         expires = int(time.time()) + _LINK_S
         urls = {}

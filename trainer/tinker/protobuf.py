@@ -106,7 +106,7 @@ def _fields(message: bytes) -> Iterator[tuple[int, int | float | bytes]]:
             raise TooLarge(
                 f"a message has more than {MOST_FIELDS:,} fields",
                 field="body",
-                remedy="send fewer data at once",
+                remedy="send less data in one message",
             )
         key = _read_varint(stream)
         kind = key & 7

@@ -335,7 +335,7 @@ def validated(kind: type[_B], content: object) -> _B:
         field = ".".join(path[:2])
         served = _INSTEAD.get(field) or _INSTEAD.get(path[0] if path else "")
         raise InvalidInput(
-            f"this server does not serve this: {first['msg']}" if served else first["msg"],
+            f"this server does not support this: {first['msg']}" if served else first["msg"],
             field=field or "body",
             value=first.get("input"),
             remedy=f"use {served}" if served else "send what the SDK `tinker` 0.38 sends",

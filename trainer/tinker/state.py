@@ -132,7 +132,7 @@ class State:
         await remove_files(self.files(checkpoint))
 
     async def forget(self, facts: Sequence[Fact], journal: Journal, *kept: Fact) -> None:
-        """Forgets facts and the operations of those that have any, and notes `kept` with that."""
+        """Forgets facts with their operations, and writes `kept` in the same transaction."""
         for fact in facts:
             self.remove(fact)
 

@@ -133,10 +133,10 @@ class Regrading:
         return found
 
     def _items(self, group: GroupTexts) -> Iterator[tuple[int, RewardItem]]:
-        """Yields the indices of answers and what the functions get of them.
+        """Yields the index of each answer, and the input of the reward functions for it.
 
-        Of an episode that is its last answer, which the run recorded if the environment gave the
-        reward; others are left out.
+        An episode's input is its last answer, which the run recorded if the environment gave the
+        reward; other episodes are left out.
         """
         row = row_of(group, self.rows)
         row.ground_truth = self.golds.get(
