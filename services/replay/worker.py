@@ -27,13 +27,14 @@ class Worker(OneThread):
         self._arrived = asyncio.Condition()
 
     async def call_of_run(self, function: Callable[[_A], _T], argument: _A) -> _T:
-        """Runs `function(argument)` in the thread unless the run of the caller has ended by then.
+        """Runs `function(argument)` in the thread unless another run than the caller's is the
+        current one by then.
 
         Checked there, since another run may begin while a request sends its body or waits.
         """
 
         def checked() -> _T:
-            self.buffer.runs.check(logs.run_id())
+            self.buffer.runs.check_current(logs.run_id())
             return function(argument)
 
         return await self.call(checked)

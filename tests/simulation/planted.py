@@ -420,7 +420,9 @@ _TAKEOVER = {
         "services/replay/buffer.py", "        self.runs.check_current(request.run_id)\n", ""
     ),
     "a run that has ended adds groups": Bug(
-        "services/replay/worker.py", "            self.buffer.runs.check(logs.run_id())\n", ""
+        "services/replay/worker.py",
+        "            self.buffer.runs.check_current(logs.run_id())\n",
+        "",
     ),
     "a run that has ended draws prompts": Bug(
         "services/data/stream.py",

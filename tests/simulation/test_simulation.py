@@ -21,6 +21,10 @@ FULL_WHILE_IT_STARTS = (955, 1148)
 LISTED_WHILE_IT_STARTS = (97,)
 """Seeds with which a node comes back, cut off from the trainer, while the router lists its engine."""
 
+FORGOTTEN = (10_021,)
+"""Seeds with which a replay-buffer that lost its volume does not know that the run of a trainer which
+wakes up has ended: it took that run's groups, and was full of them."""
+
 
 def simulate_all(seeds: Iterable[int], scene: str = "groups") -> None:
     for seed in seeds:
@@ -78,7 +82,7 @@ def test_an_episode_is_what_its_engines_and_its_agent_made_it() -> None:
 
 
 def test_a_trainer_that_was_taken_over_changes_nothing() -> None:
-    simulate_all(range(12), "takeover")
+    simulate_all((*range(12), *FORGOTTEN), "takeover")
 
 
 @pytest.mark.integration
