@@ -416,10 +416,7 @@ _EPISODES = {
 }
 
 _TAKEOVER = {
-    "a run that has ended takes groups": Bug(
-        "services/replay/buffer.py", "        self.runs.check_current(request.run_id)\n", ""
-    ),
-    "a run that has ended adds groups": Bug(
+    "a run that has ended adds and takes groups": Bug(
         "services/replay/worker.py",
         "            self.buffer.runs.check_current(logs.run_id())\n",
         "",
