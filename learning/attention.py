@@ -471,10 +471,15 @@ def _additive(visible: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _take(states: Tensor, places: Tensor) -> Tensor:
-    """Gathers [N, heads, size] from [T, heads, size], as an embedding, whose gradient needs no
-    atomic additions.
-    """
-    return embedding(places, states.reshape(len(states), -1)).view(len(places), *states.shape[1:])
+    """Gathers [N, heads, size] from [T, heads, size]."""
+    return gathered(states.reshape(len(states), -1), places).view(len(places), *states.shape[1:])
+
+
+def gathered(states: Tensor, places: Tensor) -> Tensor:
+    """Returns the rows `places` [N] of states [T, H]; their gradients are added in one order."""
+    if states.device.type == "cpu":
+        return states.index_select(0, places)  # forward and backward in less than half the time
+    return embedding(places, states)  # whose gradient needs no atomic additions
 
 
 def _similar_lengths(prefixes: _Array, totals: _Array) -> Iterator[_Array]:

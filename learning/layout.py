@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from common.errors import ConfigError
 from common.wire.schemas import Int32
-from learning.attention import NAME, Segments, register, unpackable
+from learning.attention import NAME, Segments, gathered, register, unpackable
 from learning.context import ContextGroup, check_heads
 from learning.linear_layers import (
     StateRows,
@@ -99,7 +99,7 @@ class Padded:
         # Some models of other publishers cannot be told positions.
         positions = {} if self.position_ids is None else {"position_ids": self.position_ids}
         states = body(input_ids=self.input_ids, use_cache=False, **positions).last_hidden_state
-        return nn.functional.embedding(self.predicts, states.flatten(0, 1))
+        return gathered(states.flatten(0, 1), self.predicts)
 
 
 @dataclass(slots=True)
@@ -203,10 +203,10 @@ class Packed:
         states = self._states(body, context)
         own = self.own(context)
         if context is None or own is None:
-            return nn.functional.embedding(self.predicts, states)
+            return gathered(states, self.predicts)
         start, _ = context.bounds(self.input_ids.shape[1])
         places = torch.from_numpy(self.places[own] - start)
-        return nn.functional.embedding(moved(places, states.device), states)
+        return gathered(states, moved(places, states.device))
 
     def _states(self, body: nn.Module, context: ContextGroup | None = None) -> Tensor:
         """Returns the final hidden states of the line [T, H], or of this rank's part of it."""
