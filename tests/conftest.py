@@ -118,6 +118,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     ]
     first = [
         "tests/simulation",
+        "tests/chaos",
         "tests/e2e",
         "tests/trainer",
         *services,

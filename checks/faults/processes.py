@@ -63,7 +63,6 @@ def _settings(lab: Lab, **values: Any) -> dict[str, str]:
         "RLHF_LIMITS__SERVICE_TIMEOUT_S": _SERVICE_S,
         "RLHF_LIMITS__FENCE_AFTER_S": 30,
         "RLHF_LIMITS__STUCK_AFTER_S": 40,
-        "RLHF_SAMPLING__REQUEST_TIMEOUT_S": 20,
     }
     return {name: str(value) for name, value in (settings | values).items()}
 

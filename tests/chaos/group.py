@@ -5,7 +5,6 @@ import os
 import re
 import subprocess
 import sys
-import threading
 import time
 import uuid
 from collections import Counter
@@ -13,9 +12,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
-from common.settings.config import Config
 from tests.chaos.targets import Process, processes, start_of
 from trainer.observe.run_dir import read_lines
 
@@ -23,7 +20,6 @@ ROOT = Path(__file__).resolve().parents[2]
 YAML = ROOT / "jobgroup" / "rlhf-math-jobgroup.yaml"
 TOOLS_YAML = YAML.with_name("rlhf-math-tools-jobgroup.yaml")
 _RESTART = re.compile(r"restart \d+ of (\S+) \(at most")
-_FOLLOW_S = 0.05
 
 
 @dataclass
@@ -38,13 +34,7 @@ class Group:
     folder: Path
     settings: Mapping[str, str]
     mark: str = field(default_factory=lambda: f"chaos-{uuid.uuid4()}")
-    seen: list[list[dict[str, Any]]] = field(default_factory=list)
-    """The groups of every recorded step, in the form of `groups.jsonl`."""
-    step_times: list[tuple[float, int]] = field(default_factory=list)
-    """(seconds since 1970, step) of every recorded step."""
     process: subprocess.Popen[bytes] | None = None
-    _known: set[tuple[int, str]] = field(default_factory=set)
-    _timed: set[float] = field(default_factory=set)
     _met: set[tuple[int, int]] = field(default_factory=set)
 
     @property
@@ -80,32 +70,24 @@ class Group:
         return [f"{pid} {text}" for (pid, _), text in found.items()]
 
     def step(self) -> int:
-        """Returns the last completed step."""
-        return self.step_times[-1][1] if self.step_times else 0
-
-    def config(self) -> Config:
-        """Returns the run's settings once it has begun."""
-        return Config.model_validate_json((self.run_dir / "config.json").read_text())
+        """Returns the last recorded step."""
+        lines = read_lines(self.run_dir / "metrics.jsonl")
+        return int(lines[-1]["step"]) if lines else 0
 
     @contextmanager
     def running(self) -> Iterator["Group"]:
         """Runs the group inside the context; ends it on exit if it still runs."""
         environment = {**os.environ, "CHAOS_MARK": self.mark, "PYTHONPATH": str(ROOT)}
-        done = threading.Event()
-        follower = threading.Thread(target=self._follow, args=(done,), daemon=True)
         with (self.folder / "output.txt").open("wb") as log:
             self.process = subprocess.Popen(
                 self._command(), cwd=ROOT, env=environment, stdout=log, stderr=log
             )
-        follower.start()
         try:
             yield self
         finally:
             if self.process.poll() is None:
                 self.process.terminate()
             self.process.wait()
-            done.set()
-            follower.join()
 
     def _command(self) -> list[str]:
         yaml = self.folder / "jobgroup.yaml"
@@ -137,20 +119,6 @@ class Group:
         for name, value in settings.items():
             command += ["--env", f"{name}={value}"]
         return command
-
-    def _follow(self, done: threading.Event) -> None:
-        last = False
-        while not last:
-            last = done.wait(_FOLLOW_S)
-            for line in read_lines(self.run_dir / "groups.jsonl"):
-                key = (line["step"], line["groups"][0]["id"])
-                if key not in self._known:
-                    self._known.add(key)
-                    self.seen.append(line["groups"])
-            for line in read_lines(self.run_dir / "metrics.jsonl"):
-                if line["time"] not in self._timed:
-                    self._timed.add(line["time"])
-                    self.step_times.append((line["time"], line["step"]))
 
 
 def wait_gone(group: Group, limit_s: float = 10.0) -> list[str]:

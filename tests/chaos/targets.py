@@ -9,9 +9,6 @@ import urllib.request
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from common.process.topology import parse_hosts
-from common.settings.config import Config
-
 _PIDFD_GETFD = 438  # the same on every architecture
 _ESTABLISHED = "01"
 _PROBE_S = 2.0
@@ -113,8 +110,8 @@ def start_of(pid: int) -> int | None:
 
 
 def find(target: str, running: list[Process]) -> Process | None:
-    """Finds the process for a name in `faults.PROCESSES`, or the launcher of a node in
-    `faults.NODES`."""
+    """Finds the process for a name such as `engine-0`, `trainer-1` or `replay-buffer`, or the
+    launcher of a node such as `rollout-server-1`."""
     if target == "grader":
         servers = {process.pid for process in running if process.is_grader}
         return next(
@@ -136,36 +133,6 @@ def find(target: str, running: list[Process]) -> Process | None:
     if name == "environment":  # not the process that keeps it alive
         fitting = [process for process in fitting if "ENVIRONMENT_SUPERVISED" in process.env]
     return next(iter(fitting), None)
-
-
-def health_url(target: str, config: Config, running: list[Process]) -> str | None:
-    """Returns the target's health URL; None for a grader and for a trainer rank that serves
-    nothing."""
-    rollout = config.rollout
-    places = {
-        "data-server": ("data-server", config.data.port),
-        "reward-server": ("reward-server", config.reward.port),
-        "replay-buffer": ("replay-buffer", config.replay.port),
-        "engine": ("rollout-server", rollout.engine_port),
-        "agent": ("rollout-server", rollout.agent_port),
-        "rollout-server": ("rollout-server", rollout.agent_port),
-        "environment": ("environment-server", config.environment.port),
-        "environment-server": ("environment-server", config.environment.port),
-    }
-    if target == "router":
-        node, port = "rollout-server-0", rollout.router_port
-    elif target in ("trainer-0", "ppo-trainer-0"):
-        node, port = "ppo-trainer-0", config.trainer.port
-    else:
-        name, _, rank = (target if target[-1].isdigit() else f"{target}-0").rpartition("-")
-        if name not in places:
-            return None
-        node, port = f"{places[name][0]}-{rank}", places[name][1]
-    text = next((process.env["JOBGROUP_HOSTS"] for process in running if process.node), None)
-    if text is None:
-        return None
-    [address] = [host for name, host in parse_hosts(text).items() if name.startswith(f"{node}.")]
-    return f"http://{address.address}:{port + address.port_shift}/health"
 
 
 def healthy(url: str) -> bool:

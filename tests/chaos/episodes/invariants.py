@@ -21,7 +21,6 @@ class Evidence:
     """Positions of the prompt stream that were drawn."""
     left_out: set[int]
     """Positions that were given up after too many tries."""
-    dropped: dict[str, int]
     groups: list[Group]
     engine: list[dict[str, Any]]
     """The engine's answers: `text`, `tokens`, `fault`."""
@@ -44,10 +43,6 @@ class Evidence:
     @property
     def is_class(self) -> bool:
         return self.kind == "class"
-
-    def swallowed(self) -> int:
-        """Counts the episodes whose program made a reward of a fault."""
-        return sum(_met_fault(line) for line in self.noted().values())
 
 
 def _met_fault(line: dict[str, Any]) -> bool:

@@ -1,26 +1,15 @@
-"""`python -m tests.chaos.episodes.run` collects episodes of programs that catch every error, under seeded
-faults, and compares what was stored with what the programs and the engine saw.
+"""Collects episodes of programs that catch every error, under seeded faults, for a comparison of what was
+stored with what the programs and the engine saw."""
 
-Options are `--seeds 0,1,2 --faults 30 --kinds agent,server,class,openenv,verifiers --json FILE`. The
-faults of a seed are shared among the kinds. `openenv` and `verifiers` need their packages in
-`.venv-NAME`, and are left out without. The exit status is 1 if an invariant was violated.
-"""
-
-import argparse
 import asyncio
 import ctypes
 import json
-import logging
 import os
 import random
-import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
-import time
-from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
@@ -29,8 +18,6 @@ from typing import Any
 
 import httpx
 import psutil
-from rich.console import Console
-from rich.table import Table
 
 from benchmarks.collector import FreeingReplay
 from common.clients.data import DataClient
@@ -43,7 +30,7 @@ from common.wire.schemas import Prompt
 from services.data.app import create_data_app
 from services.replay.app import create_replay_app
 from services.reward.app import create_reward_app
-from tests.chaos.episodes.invariants import Evidence, violations
+from tests.chaos.episodes.invariants import Evidence
 from tests.chaos.episodes.parts import LOG, ORDERS, serve_engine, serve_environment
 from tests.chaos.invariants import read_groups
 from tests.chaos.targets import cut_connections
@@ -70,26 +57,8 @@ FAULTS: dict[str, tuple[str, ...]] = {
     "agent": (*ENGINE, *SERVER, "program-kill", "reward-twice"),
     "server": (*ENGINE, *SERVER, "program-kill", "program-stop"),
     "class": (*ENGINE, *SERVER, "tool-hangs", "tool-cancelled", "tool-surrogate"),
-    "openenv": (*ENGINE, *SERVER, "program-kill", "program-stop"),
-    "verifiers": (*ENGINE, *SERVER, "program-kill", "program-stop", "harness-kill"),
 }
 """The faults of each kind of program."""
-SHARES = {"agent": 8, "server": 6, "class": 6, "openenv": 5, "verifiers": 5}
-"""How the faults of a seed are shared."""
-PROGRAMS = {
-    "agent": "swallows.py",
-    "server": "swallows.py",
-    "openenv": "uvicorn",
-    "verifiers": "examples/verifiers/server.py",
-}
-"""A word in the command line of the processes that `program-kill` and `program-stop` hit."""
-
-
-def python_of(name: str) -> Path:
-    """Returns the interpreter of `.venv-NAME`, or of NAME in $AGENT_VENVS."""
-    folders = os.environ.get("AGENT_VENVS")
-    folder = Path(folders) / name if folders else ROOT / f".venv-{name}"
-    return folder / "bin" / "python"
 
 
 def environment_of(kind: str, folder: Path) -> str:
@@ -100,17 +69,7 @@ def environment_of(kind: str, folder: Path) -> str:
         return f"agent:{program}"
     if kind == "server":
         return f"agent:{program} {{port}}"
-    if kind == "class":
-        return "python:tests.chaos.episodes.parts:Swallows"
-    if kind == "openenv":
-        app = "tests.chaos.episodes.openenv_app:app --port PORT --log-level error"
-        command = f"env PYTHONPATH={ROOT} {LOG}={log} {python_of(kind)} -m uvicorn {app}"
-        return f"agent:{sys.executable} {ROOT}/examples/openenv/server.py '{command}' {{port}}"
-    packages = f"{ROOT}:{SWALLOWS.with_name('packages')}"
-    python = folder / "python"
-    python.write_text(f'#!/bin/sh\n{LOG}={log} PYTHONPATH={packages} exec {python_of(kind)} "$@"\n')
-    python.chmod(0o755)
-    return f"agent:{python} {ROOT}/examples/verifiers/server.py swallowing {{port}}"
+    return "python:tests.chaos.episodes.parts:Swallows"
 
 
 class Kept:
@@ -160,7 +119,7 @@ class Run:
     """The small file system of the environment-server; None where none can be mounted."""
     engine_port: int = field(default_factory=free_port)
     port: int = field(default_factory=free_port)
-    injected: list[dict[str, Any]] = field(default_factory=list)
+    injected: int = 0
     engine: Kept = field(init=False)
     server: Kept = field(init=False)
 
@@ -191,11 +150,8 @@ class Run:
             await asyncio.to_thread(self.engine.end)
 
     async def inject(self, fault: str, rng: random.Random) -> None:
-        """Injects a fault and notes whether it met something."""
-        hit = await self._strike(fault, rng)
-        self.injected.append({"fault": fault, "at": time.time(), "hit": hit})
-
-    async def _strike(self, fault: str, rng: random.Random) -> bool:
+        """Injects a fault, if there is what it can meet."""
+        self.injected += 1
         part, _, what = fault.partition("-")
         if fault == "engine-kill":
             os.kill(self.engine.pid, signal.SIGKILL)
@@ -207,18 +163,16 @@ class Run:
         elif fault == "environment-kill":
             os.kill(self.server.pid, signal.SIGKILL)
         elif fault == "cut":
-            return await asyncio.to_thread(cut_connections, self.server.pid) > 0
+            await asyncio.to_thread(cut_connections, self.server.pid)
         elif fault == "disk-full":
-            return await self._fill_disk()
-        elif fault in ("program-kill", "program-stop", "harness-kill"):
-            word = "converse" if part == "harness" else PROGRAMS[self.kind]
+            await self._fill_disk()
+        elif fault in ("program-kill", "program-stop"):
             number = signal.SIGSTOP if what == "stop" else signal.SIGKILL
-            return await self._signal_program(word, number, rng)
+            await self._signal_program(number, rng)
         else:
-            (self.folder / "orders" / f"{fault}-{len(self.injected)}").touch()
-        return True
+            (self.folder / "orders" / f"{fault}-{self.injected}").touch()
 
-    async def _signal_program(self, word: str, number: signal.Signals, rng: random.Random) -> bool:
+    async def _signal_program(self, number: signal.Signals, rng: random.Random) -> None:
         for _ in range(200):  # until one runs
             found = []
             with suppress(psutil.Error):
@@ -226,25 +180,23 @@ class Run:
                     with suppress(psutil.Error):
                         words = process.cmdline()
                         wraps = any(each.endswith("child.py") for each in words)
-                        if not wraps and any(word in each for each in words):
+                        if not wraps and any(SWALLOWS.name in each for each in words):
                             found.append(process.pid)
             if found:
                 with suppress(ProcessLookupError):
                     os.kill(rng.choice(found), number)
-                    return True
+                    return
             await asyncio.sleep(0.02)
-        return False
 
-    async def _fill_disk(self) -> bool:
+    async def _fill_disk(self) -> None:
         if self.disk is None:
-            return False
+            return
         filler = self.disk / "filler"
         with suppress(OSError), filler.open("wb", buffering=0) as file:
             while True:
                 file.write(bytes(4096))
         await asyncio.sleep(2)
         filler.unlink()
-        return True
 
     async def _healthy(self, port: int) -> None:
         async with httpx.AsyncClient() as http:
@@ -321,7 +273,6 @@ async def collect(run: Run, config: Config, faults: Sequence[str], rng: random.R
         wanted=wanted,
         drawn=cursor.next,
         left_out=set(cursor.progress.finished) | set(range(cursor.progress.position)),
-        dropped=dict(collector.drops.counts),
         groups=list(read_groups(config.state_dir / "replay" / "replay.db").values()),
         engine=read_lines(run.folder / "engine.jsonl"),
         programs=read_lines(run.folder / "programs.jsonl"),
@@ -348,97 +299,17 @@ async def small_disk(folder: Path) -> AsyncIterator[Path | None]:
         libc.umount2(str(disk).encode(), 2)  # even if a file is still open
 
 
-async def chaos(kind: str, seed: int, count: int, folder: Path) -> dict[str, Any]:
-    """Runs a kind under the faults of a seed; returns the figures."""
+async def chaos(kind: str, seed: int, count: int, folder: Path) -> Evidence:
+    """Runs a kind under so many faults of a seed."""
     rng = random.Random(f"{kind} {seed}")
     choices = list(FAULTS[kind])
     rng.shuffle(choices)
     faults = [choices[i % len(choices)] for i in range(count)]
-    began = time.monotonic()
     async with small_disk(folder) as disk:
         run = Run(kind, folder, disk)
-        config = settings(kind, folder)
         async with run.running():
-            evidence = await collect(run, config, faults, rng)
+            evidence = await collect(run, settings(kind, folder), faults, rng)
         if disk is not None:
             # An empty folder may be that of a server that starts: it is removed later.
             evidence.left_in_disk = sorted(str(path) for path in disk.glob("*/*"))
-    return {
-        "kind": kind,
-        "seed": seed,
-        "faults": run.injected,
-        "groups": len(evidence.groups),
-        "episodes": len(evidence.groups) * GROUP_SIZE,
-        "dropped": evidence.dropped,
-        "left_out": evidence.drawn - len(evidence.groups),
-        "swallowed": evidence.swallowed(),
-        "answers": len(evidence.engine),
-        "seconds": round(time.monotonic() - began, 1),
-        "violations": violations(evidence),
-    }
-
-
-def report(outcomes: Sequence[dict[str, Any]], console: Console) -> None:
-    table = Table(title="chaos of episodes")
-    columns = ("kind", "seed", "faults", "missed", "groups", "episodes", "swallowed faults")
-    for name in (*columns, "dropped", "left out", "violations", "seconds"):
-        table.add_column(name)
-    for each in outcomes:
-        hit = sum(fault["hit"] for fault in each["faults"])
-        values = (
-            each["kind"],
-            each["seed"],
-            hit,
-            len(each["faults"]) - hit,
-            each["groups"],
-            each["episodes"],
-            each["swallowed"],
-            sum(each["dropped"].values()),
-            each["left_out"],
-            len(each["violations"]),
-            each["seconds"],
-        )
-        table.add_row(*map(str, values))
-    console.print(table)
-    kinds = Counter(fault["fault"] for each in outcomes for fault in each["faults"] if fault["hit"])
-    console.print(f"faults: {dict(sorted(kinds.items()))}")
-    for each in outcomes:
-        for problem in each["violations"]:
-            console.print(f"{each['kind']} {each['seed']}: {problem}", style="red", markup=False)
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command line and returns the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m tests.chaos.episodes.run")
-    parser.add_argument("--seeds", default="0,1,2")
-    parser.add_argument("--faults", type=int, default=30, help="faults per seed")
-    parser.add_argument("--kinds", default=",".join(SHARES))
-    parser.add_argument("--json", type=Path, help="write all figures here")
-    parser.add_argument("--keep", type=Path, help="keep all folders here (default: failed runs')")
-    options = parser.parse_args(argv)
-    logging.disable(logging.WARNING)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that nothing stays behind
-    console = Console(width=150, highlight=False)
-    kinds = options.kinds.split(",")
-    for kind in ("openenv", "verifiers"):
-        if kind in kinds and not python_of(kind).exists():
-            console.print(f"{kind} is left out: there is no {python_of(kind)}")
-            kinds.remove(kind)
-
-    outcomes = []
-    for seed in map(int, options.seeds.split(",")):
-        for kind in kinds:
-            share = max(1, round(options.faults * SHARES[kind] / sum(SHARES[k] for k in kinds)))
-            folder = Path(tempfile.mkdtemp(prefix=f"chaos-{kind}-{seed}-", dir=options.keep))
-            outcomes.append(asyncio.run(chaos(kind, seed, share, folder)))
-            report(outcomes[-1:], console)
-            if options.keep is None and not outcomes[-1]["violations"]:
-                shutil.rmtree(folder)
-            if options.json:
-                options.json.write_text(json.dumps(outcomes, indent=1) + "\n")
-    report(outcomes, console)
-    return int(any(each["violations"] for each in outcomes))
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    return evidence

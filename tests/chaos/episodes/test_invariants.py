@@ -66,7 +66,6 @@ def good() -> Evidence:
         wanted=3,
         drawn=4,
         left_out={1},
-        dropped={},
         groups=groups,
         engine=engine,
         programs=programs,

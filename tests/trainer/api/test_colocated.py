@@ -70,9 +70,9 @@ def settings(base_model: Path, tmp_path: Path) -> Settings:
                 "--reward.workers",
                 "1",
             ),
-            # Completions decoded together change each other's last bits, and timing decides which
-            # ones are.
-            *("--rollout.max_running_requests", "1"),
+            # Else completions decoded together change each other's last bits, and time decides
+            # which ones are.
+            *("--reproducible", "true"),
             *(
                 "--trainer.max_staleness",
                 "0",
