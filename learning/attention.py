@@ -96,7 +96,7 @@ class Segments:
         is 0.
         """
         totals = prefixes + sizes
-        key = _within(totals)
+        key = ranges(0, totals)
         prefix = np.repeat(prefixes, totals)
         from_prompt = np.repeat(prefix_starts, totals)
         from_segment = np.repeat(starts - prefixes, totals)
@@ -130,7 +130,7 @@ class Segments:
             keys=torch.from_numpy(keys),
             row_queries=torch.from_numpy(np.concatenate(row_queries)),
             row_keys=torch.from_numpy(np.concatenate(row_keys)),
-            back=torch.from_numpy(np.repeat(places, sizes) + _within(sizes)),
+            back=torch.from_numpy(np.repeat(places, sizes) + ranges(0, sizes)),
             longest=int(sizes.max()),
             longest_keys=int(totals.max()),
             buckets=buckets,
@@ -416,7 +416,7 @@ def _attend_rows(
         if scores.cap is None and scores.sinks is None:
             result = scaled_dot_product_attention(
                 *rows,
-                attn_mask=None if causal else _additive(visible, query.dtype),
+                attn_mask=None if causal else additive(visible, query.dtype),
                 is_causal=causal,
                 scale=scores.scaling,
                 enable_gqa=True,
@@ -457,7 +457,7 @@ def _attend_plainly(
     found = (query @ key.transpose(2, 3)).float() * scores.scaling
     if scores.cap is not None:
         found = scores.cap * torch.tanh(found / scores.cap)
-    found = found + _additive(visible, found.dtype)
+    found = found + additive(visible, found.dtype)
     if scores.sinks is not None:
         sinks = scores.sinks.float().view(heads, 1, 1)
         found = torch.cat([found, sinks.expand(*found.shape[:-1], 1)], -1)
@@ -465,9 +465,9 @@ def _attend_plainly(
     return weights.to(value.dtype) @ value
 
 
-def _additive(visible: Tensor, dtype: torch.dtype) -> Tensor:
+def additive(visible: Tensor, dtype: torch.dtype) -> Tensor:
     """Returns 0 where `visible`, and -inf elsewhere."""
-    return torch.zeros_like(visible, dtype=dtype).masked_fill_(~visible, float("-inf"))
+    return torch.where(visible, 0.0, -torch.inf).to(dtype)
 
 
 def _take(states: Tensor, places: Tensor) -> Tensor:
@@ -492,9 +492,10 @@ def _similar_lengths(prefixes: _Array, totals: _Array) -> Iterator[_Array]:
             order = order[end:]
 
 
-def _within(sizes: _Array) -> _Array:
-    """Returns 0 … size - 1 for each size, concatenated."""
-    return np.arange(sizes.sum()) - np.repeat(np.cumsum(sizes) - sizes, sizes)
+def ranges(starts: _Array | int, sizes: _Array) -> _Array:
+    """Returns start, start + 1 … start + size - 1 for each pair, concatenated."""
+    found: _Array = np.arange(sizes.sum()) + np.repeat(starts - (np.cumsum(sizes) - sizes), sizes)
+    return found
 
 
 def _bounds(sizes: _Array) -> Tensor:

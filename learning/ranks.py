@@ -222,12 +222,9 @@ class Ranks:
         body = _pickled(value) if self.is_rank_zero else torch.empty(0, dtype=torch.uint8)
         size = torch.tensor([len(body)])
         dist.broadcast(size, src=0)
-        if self.is_rank_zero:
-            dist.broadcast(body, src=0)
-            return value
-        body = torch.empty(int(size), dtype=torch.uint8)
+        body = body.resize_(int(size))
         dist.broadcast(body, src=0)
-        return cast(_T, _unpickled(body))
+        return value if self.is_rank_zero else cast(_T, _unpickled(body))
 
     def scatter(self, part: Callable[[int], _T] | None) -> _T:
         """Returns `part(share)` of rank 0 for this rank's share of a batch; the argument of other

@@ -377,8 +377,7 @@ class Collector:
     async def wait_until_sent(self, wait_s: float) -> None:
         """Waits up to `wait_s` until every free slot has a group whose request is on its way."""
         with suppress(TimeoutError):
-            async with asyncio.timeout(wait_s):
-                await self._until(lambda: not self._can_draw())
+            await asyncio.wait_for(self._until(lambda: not self._can_draw()), wait_s)
         # The tasks of these groups have begun; the client sends in tasks of its own.
         await asyncio.sleep(0)
         await asyncio.sleep(0)
