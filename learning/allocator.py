@@ -7,27 +7,23 @@ from collections.abc import Mapping
 
 import torch
 
+# The user's settings; torch reads the first that is set.
 _VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
-"""The user's settings; torch reads the first that is set."""
+# Larger pinned blocks are allocated exactly; smaller ones are rounded up to a power of two.
 _PINNED_MB = 16
-"""Larger pinned blocks are allocated exactly; smaller ones are rounded up to a power of two."""
+# Pins large blocks of host memory at their exact size instead of rounding up to powers of two.
+# Blocks that are not rounded must not be cached either, because torch 2.13 would reuse a freed
+# block for a larger request.
 _PINNED = f"pinned_max_round_threshold_mb:{_PINNED_MB},pinned_max_cached_size_mb:{_PINNED_MB}"
-"""Pins large blocks of host memory at their exact size instead of rounding up to powers of two.
-
-Blocks that are not rounded must not be cached either, because torch 2.13 would reuse a freed block
-for a larger request.
-"""
+# Lets blocks of GPU memory grow, so that micro-batches of changing lengths leave no unusable gaps
+# between them. Such memory cannot be shared with another process in every container. The trainer
+# shares none.
 _SEGMENTS = "expandable_segments:True"
-"""Lets blocks of GPU memory grow, so that micro-batches of changing lengths leave no unusable gaps
-between them.
-
-Such memory cannot be shared with another process in every container. The trainer shares none.
-"""
+# The user's settings of the C library's allocator.
 _MALLOC_VARIABLES = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "GLIBC_TUNABLES")
-"""The user's settings of the C library's allocator."""
+# Values of glibc's M_MMAP_THRESHOLD and M_TRIM_THRESHOLD: larger blocks are returned to the kernel
+# at once, and so is what is free at the end of the heap beyond so many bytes.
 _MALLOC_LIMITS = {-3: 32 << 20, -1: 128 << 20}
-"""Values of glibc's M_MMAP_THRESHOLD and M_TRIM_THRESHOLD: larger blocks are returned to the
-kernel at once, and what is free at the end of the heap beyond so many bytes."""
 
 
 def keep_freed_memory(environment: Mapping[str, str]) -> bool:

@@ -24,16 +24,15 @@ _Array = NDArray[np.int64]
 NAME = "packed"
 """Name of the attention function in transformers' registry. Without `segments` it is plain SDPA."""
 
+# Rows are computed together if the shortest has at least this share of the longest's tokens.
 _WASTE = 0.9
-"""Rows are computed together if the shortest has at least this share of the longest's tokens."""
+# Share of the prompt in a row above which a mask is cheaper than also computing the prompt's
+# queries.
 _SKIP = 0.25
-"""Share of the prompt in a row above which a mask is cheaper than also computing the prompt's
-queries."""
+# The attention functions of transformers that do what `NAME` does.
 _REPLACED = ("sdpa", "eager", NAME)
-"""The attention functions of transformers that do what `NAME` does."""
+# Scores of queries and keys that exist at once where no kernel computes them: 256 MiB in float32.
 _SCORES = 1 << 26
-"""Scores of queries and keys that exist at once where no kernel computes them: 256 MiB in
-float32."""
 _KNOWN_LAYERS = {"full_attention", "sliding_attention", "mlp", "moe"}
 _LINEAR_LAYERS = {"linear_attention", "conv", "hybrid"}
 GQA = "enable_gqa" in signature(varlen_attn).parameters
@@ -416,7 +415,7 @@ def _attend_rows(
         if scores.cap is None and scores.sinks is None:
             result = scaled_dot_product_attention(
                 *rows,
-                attn_mask=None if causal else additive(visible, query.dtype),
+                attn_mask=None if causal else visible,
                 is_causal=causal,
                 scale=scores.scaling,
                 enable_gqa=True,
@@ -457,17 +456,12 @@ def _attend_plainly(
     found = (query @ key.transpose(2, 3)).float() * scores.scaling
     if scores.cap is not None:
         found = scores.cap * torch.tanh(found / scores.cap)
-    found = found + additive(visible, found.dtype)
+    found = found.masked_fill(~visible, float("-inf"))
     if scores.sinks is not None:
         sinks = scores.sinks.float().view(heads, 1, 1)
         found = torch.cat([found, sinks.expand(*found.shape[:-1], 1)], -1)
     weights = found.softmax(-1)[..., : key.shape[2]]
     return weights.to(value.dtype) @ value
-
-
-def additive(visible: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns 0 where `visible`, and -inf elsewhere."""
-    return torch.where(visible, 0.0, -torch.inf).to(dtype)
 
 
 def _take(states: Tensor, places: Tensor) -> Tensor:

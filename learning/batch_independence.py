@@ -22,13 +22,13 @@ from common.errors import ConfigError
 from common.models.rotary import rotations, switch_length
 
 log = logging.getLogger(__name__)
+# Tokens of the two made-up sequences.
 _SHORT = 12
 _LONG = 24
-"""Tokens of the two made-up sequences."""
+# Mean |Δ log-probability| in nats that rounding explains, in float32 and below: other shapes sum in
+# another order.
 _ROUNDING = 1e-4
 _COARSE_ROUNDING = 0.1
-"""Mean |Δ log-probability| in nats that rounding explains, in float32 and below: other shapes sum
-in another order."""
 Score = Callable[[Tensor, Tensor | None], Tensor]
 """(tokens [rows, T], their positions [rows, T] or None for 0 to T - 1) -> log-probabilities [rows,
 T - 1] after the first."""

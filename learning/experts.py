@@ -29,12 +29,12 @@ from torch.distributed.tensor import DTensor, Shard
 from common.errors import ConfigError
 
 _SETTING = "parallel.expert_size"
+# The arguments of a module of experts in transformers: tokens [T, H], and the numbers and weights
+# of each token's experts [T, k].
 _FORWARDS = (
     ["hidden_states", "top_k_index", "top_k_weights"],
     ["hidden_states", "router_indices", "routing_weights"],  # gpt-oss
 )
-"""The arguments of a module of experts in transformers: tokens [T, H], and the numbers and weights
-of each token's experts [T, k]."""
 
 
 def expert_modules(model: nn.Module) -> list[nn.Module]:

@@ -11,11 +11,11 @@ from torch import Tensor, nn
 
 from common.errors import ConfigError
 
+# Outputs of a head that no cap bends yet, and of which nothing but a cap is left.
 _SMALL = 2.0**-13
 _LARGE = 2.0**40
-"""Outputs of a head that no cap bends yet, and of which nothing but a cap is left."""
+# Relative error of a model that computes its logits in float32.
 _ROUNDING = 1e-5
-"""Relative error of a model that computes its logits in float32."""
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,6 @@
 """Decides what an update keeps in GPU memory and what it makes again, before a model is loaded."""
 
 import logging
-from typing import NamedTuple
 
 from common.errors import ConfigError
 from common.models import hub
@@ -10,12 +9,6 @@ from common.settings.config import Config
 from learning.ranks import Ranks
 
 log = logging.getLogger(__name__)
-
-
-class _Choice(NamedTuple):
-    activation_checkpointing: bool | str
-    reshard_after_forward: bool
-    pass_tokens: int
 
 
 def fitted(config: Config, ranks: Ranks, model: str) -> Config:
@@ -33,21 +26,18 @@ def fitted(config: Config, ranks: Ranks, model: str) -> Config:
     )
     if "auto" not in decides:
         return config
-    choice = ranks.broadcast(_choice(config, ranks, model) if ranks.is_rank_zero else None)
-    if choice is None:
-        return config
-    return config.with_memory_use(*choice)
+    return ranks.broadcast(_decided(config, ranks, model) if ranks.is_rank_zero else config)
 
 
-def _choice(config: Config, ranks: Ranks, model: str) -> _Choice | None:
+def _decided(config: Config, ranks: Ranks, model: str) -> Config:
     total = ranks.gpu_bytes
     if total is None:
-        return None
+        return config
     try:
         shape = ModelShape.of(hub.text_config(model, ask_hub=True))
     except ConfigError as error:
         log.info("nothing is recomputed: %s (%s)", error.message, error.value)
-        return None
+        return config
     decided = fastest_fit(shape, config, ranks.world_size, FITS_SHARE * total)
     needed = trainer_memory(shape, decided, ranks.world_size).total
     log.info(
@@ -56,8 +46,4 @@ def _choice(config: Config, ranks: Ranks, model: str) -> _Choice | None:
         needed / 1e9,
         total / 1e9,
     )
-    return _Choice(
-        decided.trainer.activation_checkpointing,
-        decided.parallel.reshard_after_forward is True,
-        decided.trainer.pass_tokens,
-    )
+    return decided

@@ -27,9 +27,9 @@ from transformers.core_model_loading import (
     revert_weight_conversion,
 )
 
+# Names that multimodal models give to their language model; its tensors' names begin with them, or
+# with `model.` and them.
 _PARTS = ("language_model", "text_model")
-"""Names that multimodal models give to their language model; its tensors' names begin with them, or
-with `model.` and them."""
 LANGUAGE_PART = {rf"^{part}\.": "" for part in _PARTS} | {
     rf"^model\.{part}\.": "model." for part in _PARTS
 }

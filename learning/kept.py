@@ -23,12 +23,12 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, 
 from common.errors import ConfigError
 
 log = logging.getLogger(__name__)
+# Files that say how images become inputs of the model.
 _PROCESSOR_FILES = (
     "processor_config.json",
     "preprocessor_config.json",
     "video_preprocessor_config.json",
 )
-"""Files that say how images become inputs of the model."""
 
 
 def language_part(config: Any) -> Any:

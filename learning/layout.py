@@ -218,8 +218,9 @@ class Packed:
         options: dict[str, Any] = {}
         continues = continues_states(body)
         if continues is not None:
-            rows = StateRows.of(self.segments.columns, continues)
-            options["state_rows"] = moved(rows, input_ids.device)
+            options["state_rows"] = moved(
+                StateRows.of(self.segments.columns, continues), input_ids.device
+            )
         states: Tensor = body(
             input_ids=input_ids,
             position_ids=position_ids,

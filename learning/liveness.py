@@ -41,28 +41,27 @@ from common.process.watchdog import RankWhere, Where
 from learning.ranks import Ranks
 
 log = logging.getLogger(__name__)
+# Number of beats within the limit of silence.
 _BEATS = 9
-"""Number of beats within the limit of silence."""
 _TICK_S = 0.2
+# An error often hits all ranks: each gets this many seconds to report its own before it ends
+# because of another's.
 _OWN_ERROR_S = 5.0
-"""An error often hits all ranks: each gets this many seconds to report its own before it ends
-because of another's."""
+# Seconds to wait, after a failed collective, for the news that a rank is lost.
 _VERDICT_S = 10.0
-"""Seconds to wait, after a failed collective, for the news that a rank is lost."""
+# Seconds that an ending rank waits for others to read why: closing a socket with unread input
+# discards sent data.
 _SHUTDOWN_S = 5.0
-"""Seconds that an ending rank waits for others to read why: closing a socket with unread input
-discards sent data."""
 _MAX_LINE_BYTES = 1 << 18
+# In JSON a character takes at most 6 bytes, so that the answer of a rank fits into a line.
 _MAX_STACKS_CHARS = 40_000
-"""In JSON a character takes at most 6 bytes, so that the answer of a rank fits into a line."""
 _MAX_AWAITED = 20
 _MAX_STUCK_CHARS = 2000
+# Seconds in which a rank says where it is; its thread is free unless the process is stopped.
 _ANSWER_S = 2.0
-"""Seconds in which a rank says where it is; its thread is free unless the process is stopped."""
+# Connections that have not sent a valid token yet: how many may be open, and for how many seconds.
 _MAX_UNAUTHENTICATED = 64
 _HANDSHAKE_S = 10.0
-"""Connections that have not sent a valid token yet: how many may be open, and for how many
-seconds."""
 
 
 class _Message(BaseModel):
@@ -132,10 +131,10 @@ class Liveness:
         self._listeners: set[asyncio.Task[None]] = set()
         self._all_joined = threading.Event()
         watched = range(ranks.world_size) if ranks.is_rank_zero else [0]
+        # What the watched ranks have said. Rank 0 is among its own: its progress counts too.
         self._known = {rank: _Known() for rank in watched}
-        """What the watched ranks have said. Rank 0 is among its own: its progress counts too."""
+        # The ranks that have ended, and when this rank heard of it.
         self._gone: dict[int, tuple[_Message, float]] = {}
-        """The ranks that have ended, and when this rank heard of it."""
         self._stuck_at = ""  # where all ranks stand, once none makes progress any more
         self._verdict_wanted = False  # the main thread waits for a verdict: no grace
         self._failed_at = ""
@@ -224,8 +223,11 @@ class Liveness:
             return socket.create_connection((address, port), timeout=self._lost_after_s)
         # Others may reach this node at another of its addresses.
         host = address if is_loopback(address) else ""
-        family = socket.getaddrinfo(address, None)[0][0]
-        server = socket.create_server((host, 0), family=family, backlog=self._ranks.world_size)
+        server = socket.create_server(
+            (host, 0),
+            family=socket.getaddrinfo(address, None)[0][0],
+            backlog=self._ranks.world_size,
+        )
         self._token = secrets.token_hex(16)
         self._ranks.broadcast((server.getsockname()[1], self._token))
         return server
@@ -392,8 +394,12 @@ class Liveness:
             extra=about,
         )
         own_name = self._name(self._ranks.rank)
-        place = self._failed_at or watchdog.stacks()
-        log.error("%s was here:\n%s", own_name, place, extra=event("rank_place", rank=own_name))
+        log.error(
+            "%s was here:\n%s",
+            own_name,
+            self._failed_at or watchdog.stacks(),
+            extra=event("rank_place", rank=own_name),
+        )
         await self._close()
         if reports:
             said = await asyncio.to_thread(self.before_end, reason=reason)

@@ -51,10 +51,10 @@ _FILES = [
     "*.txt",
     "*.jinja",
 ]
+# Files that repeat the weights in the format of another library.
 _OTHER_FILES = ["*/*", "consolidated*"]
-"""Files that repeat the weights in the format of another library."""
+# Outputs that a saved configuration may ask of every forward pass.
 _UNREAD = ("output_router_logits", "output_hidden_states", "output_attentions")
-"""Outputs that a saved configuration may ask of every forward pass."""
 
 _SAMPLES = 16
 _SAMPLE_BYTES = 1 << 16
@@ -167,11 +167,6 @@ class Pretrained:
         """Returns the config of the model that is loaded."""
         return language_part(self.whole_config)
 
-    @property
-    def is_part(self) -> bool:
-        """Whether the model is a part of the one in the files."""
-        return self.config() is not self.whole_config
-
     def plain(self) -> Any:
         """Loads the tensors in the files into CPU memory. Raises OSError or ValueError, also when
         the files lack a tensor that `added` does not initialise.
@@ -182,16 +177,19 @@ class Pretrained:
             dtype=torch.float32,
             trust_remote_code=self.trust_remote_code,
             use_safetensors=True,
-            key_mapping=LANGUAGE_PART if self.is_part else None,
+            # The model may be a part of the one in the files.
+            key_mapping=None if self.config() is self.whole_config else LANGUAGE_PART,
             output_loading_info=True,
         )
         own = named_tensors(model)
-        missing: list[str] = []
         # transformers fills them with random numbers and only warns.
-        for name in found["missing_keys"]:
-            if name not in own or self.added.first(name, own[name].shape) is None:
-                missing.append(name)
-        refuse_random(missing)
+        refuse_random(
+            [
+                name
+                for name in found["missing_keys"]
+                if name not in own or self.added.first(name, own[name].shape) is None
+            ]
+        )
         return model
 
     def fill_added(self, model: Any) -> dict[str, Tensor]:
@@ -222,8 +220,9 @@ class Pretrained:
                 )
             # Code of the model, which may not fit its config or need another package.
             except (AssertionError, AttributeError, ImportError, KeyError, TypeError) as error:
-                reason = f"transformers cannot build it: {type(error).__name__}: {error}"
-                raise ValueError(reason) from error
+                raise ValueError(
+                    f"transformers cannot build it: {type(error).__name__}: {error}"
+                ) from error
             find_decoder(model)
             self.added.change(model)
         try:
@@ -279,8 +278,11 @@ def load(
     own_names = set_conversions(model, pretrained.names(model), names)
     model.kept = Kept(pretrained.whole_config, sorted(set(names) - set(own_names)))
     if ranks.is_rank_zero:
-        read = SafetensorsReader(directory).read if model.kept.names else None
-        model.kept = replace(model.kept, read=read, texts=processor_texts(directory))
+        model.kept = replace(
+            model.kept,
+            read=SafetensorsReader(directory).read if model.kept.names else None,
+            texts=processor_texts(directory),
+        )
     if ranks.broadcast(ranks.is_rank_zero and _loses_head(model, directory, own_names)):
         raise ConfigError(
             "the model's files have a head that differs from the embedding, while its config.json "

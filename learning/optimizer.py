@@ -15,8 +15,8 @@ from learning.rounded_adamw import RoundedAdamW
 from learning.sharding import full
 
 log = logging.getLogger(__name__)
+# Tensors that AdamW keeps for a parameter.
 _STATE = ("exp_avg", "exp_avg_sq", "step")
-"""Tensors that AdamW keeps for a parameter."""
 MAX_SKIPPED_UPDATES = 3
 """Consecutive updates that may be skipped because the gradient is not finite."""
 
@@ -121,11 +121,11 @@ class Optimizer:
         """Returns the optimiser's tensors by "parameter.name", sharded like the parameters; empty
         before a step.
         """
-        tensors: dict[str, Tensor] = {}
-        for name, parameter in self._named.items():
-            for key, value in self._adam.state.get(parameter, {}).items():
-                tensors[f"{name}.{key}"] = value
-        return tensors
+        return {
+            f"{name}.{key}": value
+            for name, parameter in self._named.items()
+            for key, value in self._adam.state.get(parameter, {}).items()
+        }
 
     def empty_state(self, names: Collection[str]) -> dict[str, Tensor]:
         """Allocates the tensors `names` of a state_dict.

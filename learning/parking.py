@@ -24,10 +24,10 @@ class Parking:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        # Storages, each with its bytes in host memory.
         self._parked: list[tuple[UntypedStorage, Tensor]] = []
-        """Storages, each with its bytes in host memory."""
+        # Host memory of earlier times, by its size in bytes.
         self._free: dict[int, list[Tensor]] = {}
-        """Host memory of earlier times, by its size in bytes."""
 
     def park(self, tensors: Iterable[Tensor]) -> None:
         """Copies the tensors' storages to host memory and frees them; storages elsewhere or of

@@ -24,8 +24,8 @@ from learning.context import ContextGroup
 from learning.device import DeviceKind, choose_device
 
 _T = TypeVar("_T")
+# Torch has no other word for it.
 _NO_LIMIT = timedelta(days=365)
-"""Torch has no other word for it."""
 
 
 @dataclass

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from learning.sharding import local
 
+# AdamW's ε, as in torch.
 _EPS = 1e-8
-"""AdamW's ε, as in torch."""
 
 
 def rounded(values: Tensor, generator: torch.Generator) -> Tensor:

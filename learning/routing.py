@@ -78,8 +78,8 @@ class Routers:
         may be computed again."""
         self._recorded: list[Tensor | None] | None = None
 
+        # Numbers of the layers with experts.
         self._routed: list[int] = []
-        """Numbers of the layers with experts."""
         for index, layer in enumerate(layers(model)):
             router = _router(layer)
             if router is not None:

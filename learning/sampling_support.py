@@ -21,8 +21,8 @@ from torch import Tensor
 
 from common.wire.schemas import Completion, Group, Int32
 
+# A logit with probability 0; unlike infinity, it cannot turn a sum into NaN.
 _NOTHING = -1e30
-"""A logit with probability 0; unlike infinity, it cannot turn a sum into NaN."""
 _Array = NDArray[np.int64]
 _NO_TOKENS: Int32 = np.zeros(0, np.int32)
 

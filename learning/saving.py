@@ -143,8 +143,12 @@ class Snapshot:
                     state[name] = copies.to_host(whole)
         copies.wait()
 
-        texts = dict(model.texts) if ranks.is_rank_zero else {}
-        return cls(texts=texts, files=files, state=state, together=spread)
+        return cls(
+            texts=dict(model.texts) if ranks.is_rank_zero else {},
+            files=files,
+            state=state,
+            together=spread,
+        )
 
     @progress.working()
     def write_files(self, directory: Path) -> None:
@@ -165,10 +169,9 @@ class Snapshot:
         """Writes the optimiser's state; with `together` a collective in `group`."""
         if self.state:
             # Nothing is copied ahead on a CUDA stream, as everything is in CPU memory.
-            writer = dcp.FileSystemWriter(directory / _STATE, per_thread_copy_ahead=0)
             dcp.save(
                 dict(self.state),
-                storage_writer=writer,
+                storage_writer=dcp.FileSystemWriter(directory / _STATE, per_thread_copy_ahead=0),
                 process_group=group,
                 no_dist=not self.together,
             )

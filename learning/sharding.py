@@ -30,16 +30,13 @@ from learning.kernels import has_triton
 from learning.linear_layers import is_by_rows
 from learning.ranks import Ranks
 
+# Most graphs of one class of layers, beyond which torch runs them uncompiled and logs that it does.
+# torch's limit is 8 for all models of a process together. Gemma 3 needs 6, for two kinds of
+# attention in each of training, scoring and recomputing, and a reference or critic 4 more.
 _GRAPHS = 64
-"""Most graphs of one class of layers, beyond which torch runs them uncompiled and logs that it
-does.
-
-torch's limit is 8 for all models of a process together. Gemma 3 needs 6, for two kinds of attention
-in each of training, scoring and recomputing, and a reference or critic 4 more.
-"""
+# Whether the limit is set by function, as since torch 2.12, where a setting would hold in one
+# thread only.
 _LIMIT_IS_AN_ARGUMENT = "recompile_limit" in signature(torch.compile).parameters
-"""Whether the limit is set by function, as since torch 2.12, where a setting would hold in one
-thread only."""
 
 
 def layers(model: Any) -> list[Any]:
@@ -78,9 +75,11 @@ def prepare(model: Any, settings: TrainerSection, trained: bool, device: torch.d
         in_one_graph = not any(is_by_rows(module) for module in layer.modules())
         if checkpointing == "selective":
             # Inside the compiled module, so that the compiler knows what to keep.
-            keeps_products = partial(create_selective_checkpoint_contexts, _products())
             layer.forward = partial(
-                checkpoint, layer.forward, use_reentrant=False, context_fn=keeps_products
+                checkpoint,
+                layer.forward,
+                use_reentrant=False,
+                context_fn=partial(create_selective_checkpoint_contexts, _products()),
             )
         if compiled and in_one_graph:
             layer.forward = _compiled(layer.forward)
@@ -151,21 +150,17 @@ def shard(
     plain = MixedPrecisionPolicy(cast_forward_inputs=False)
     outer = MixedPrecisionPolicy(mixed.param_dtype, mixed.reduce_dtype, cast_forward_inputs=False)
     gathers_once = gathers_once and trained
-    # Divided experts are sharded once more, over the ranks that own the same ones.
-    for module in experts:  # its inputs are cast with those of its layer
-        others = expert_mesh[expert_mesh.mesh_dim_names[:-1]]
+    units = [
+        # Divided experts are sharded once more, over the ranks that own the same ones. Their inputs
+        # are cast with those of their layer.
+        *((module, expert_mesh[expert_mesh.mesh_dim_names[:-1]], outer) for module in experts),
+        *((layer, mesh, mixed) for layer in layers(model)),
+    ]
+    for module, over, precision in units:
         fully_shard(
             module,
-            mesh=others,
-            mp_policy=outer,
-            offload_policy=policy,
-            reshard_after_forward=not gathers_once,
-        )
-    for layer in layers(model):
-        fully_shard(
-            layer,
-            mesh=mesh,
-            mp_policy=mixed,
+            mesh=over,
+            mp_policy=precision,
             offload_policy=policy,
             reshard_after_forward=not gathers_once,
         )

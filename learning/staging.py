@@ -24,13 +24,13 @@ class Staging:
         self.device = device
         self._size = buffer_bytes
         self._streams: Any = torch.get_device_module(device)
+        # The stream of all copies.
         self._stream: Any = self._streams.Stream()
-        """The stream of all copies."""
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="staging")
         self._work: list[Future[Any]] = []
+        # The pinned buffers, each with a function that waits until it may be overwritten; the next
+        # one first.
         self._buffers: deque[tuple[Tensor, Callable[[], Any]]] = deque()
-        """The pinned buffers, each with a function that waits until it may be overwritten; the next
-        one first."""
 
     def to_host(self, tensor: Tensor, out: Tensor | None = None) -> Tensor:
         """Returns a copy in host memory (`out` if given), which is complete after `wait`.

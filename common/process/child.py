@@ -20,8 +20,8 @@ from common.process import launcher
 from common.process.exits import shell_status
 from common.process.security import SecretRedactor
 
+# Output read at once, and the longest line that is passed on whole.
 _READ_BYTES = 1 << 16
-"""Output read at once, and the longest line that is passed on whole."""
 _TAIL_LINES = 30
 _POLL_S = 0.02
 _MAX_POLL_S = 0.2
@@ -33,8 +33,15 @@ def command(words: Sequence[str], stdin: int | None = None, grace_s: float = 0.0
     """Returns the command line that runs `words` so that nothing of them is left behind
     (`common.process.launcher`), with the inherited file descriptor `stdin` as input, or no input.
     """
-    given = "-" if stdin is None else str(stdin)
-    return [sys.executable, "-I", "-S", launcher.__file__, str(grace_s), given, *words]
+    return [
+        sys.executable,
+        "-I",
+        "-S",
+        launcher.__file__,
+        str(grace_s),
+        "-" if stdin is None else str(stdin),
+        *words,
+    ]
 
 
 class OutputReader(Protocol):

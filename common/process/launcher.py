@@ -22,10 +22,10 @@ from pathlib import Path
 
 _PR_SET_CHILD_SUBREAPER = 36
 _LOOK_S = 0.05
+# Seconds for killed processes to end; one that waits for a device may take for ever.
 _END_S = 5.0
-"""Seconds for killed processes to end; one that waits for a device may take for ever."""
+# File descriptor of the pipe from the parent, which never writes to it.
 _PARENT = 0
-"""File descriptor of the pipe from the parent, which never writes to it."""
 
 
 def main(grace_s: float, stdin: str, words: list[str]) -> int:

@@ -30,8 +30,8 @@ RUN_HEADER = "x-run-id"
 SHOWN = {"shown": True}
 """`extra` for a line that is already on the console: in text format it goes only to the log
 file."""
+# Packages whose DEBUG lines are shown: torch alone writes hundreds for a checkpoint.
 _OWN = ("common", "learning", "services", "trainer", "jobgroup")
-"""Packages whose DEBUG lines are shown: torch alone writes hundreds for a checkpoint."""
 _USABLE = re.compile(r"[\w.:/+=@-]{1,128}", re.ASCII)
 _TEXT = "%(asctime)s %(levelname)s %(name)s%(request)s: %(message)s"
 SEPARATOR = " · "
@@ -296,8 +296,9 @@ def log_exit_reason(text: str, code: str, **fields: object) -> None:
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     handled = bool(logging.getLogger().handlers)
     if path:  # torchrun repeats it after the other ranks' output
-        entry = {"message": text, "timestamp": int(time.time())}
-        Path(path).write_text(json.dumps(entry), encoding="utf-8")
+        Path(path).write_text(
+            json.dumps({"message": text, "timestamp": int(time.time())}), encoding="utf-8"
+        )
     as_json = structured()
     if handled:
         logging.getLogger("end").critical("%s", text, extra=SHOWN | facts)
@@ -315,22 +316,12 @@ def log_uncaught() -> None:
     """Logs errors that end the process or a thread, and warnings, instead of printing them."""
     log = logging.getLogger("uncaught")
 
-    def of_process(kind: type[BaseException], error: BaseException, trace: Any) -> None:
-        log.critical(
-            "the process ends: %s: %s", kind.__name__, error, exc_info=(kind, error, trace)
-        )
-
-    def of_thread(ended: threading.ExceptHookArgs) -> None:
-        name = ended.thread.name if ended.thread else "a thread"
-        error = ended.exc_value
+    def ended(what: str, error: BaseException | None) -> None:
         if error is not None:  # None: SystemExit, or the interpreter is shutting down
-            log.critical(
-                "the thread %s ended: %s",
-                name,
-                error,
-                exc_info=(ended.exc_type, error, ended.exc_traceback),
-            )
+            log.critical("%s: %s: %s", what, type(error).__name__, error, exc_info=error)
 
-    sys.excepthook = of_process
-    threading.excepthook = of_thread
+    sys.excepthook = lambda _kind, error, _trace: ended("the process ends", error)
+    threading.excepthook = lambda end: ended(
+        f"the thread {end.thread.name if end.thread else ''} ended", end.exc_value
+    )
     logging.captureWarnings(True)

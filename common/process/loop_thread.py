@@ -119,26 +119,21 @@ class LoopThread:
         self.call(_cancel({task}))
 
     def _run(self) -> None:
-        self._run_until_stopped()
+        is_stopped = False
+        while not is_stopped:
+            try:
+                self.loop.run_forever()  # until `close` stops it
+                is_stopped = True
+            except (SystemExit, KeyboardInterrupt):
+                # asyncio also raises an exit of the interpreter here, besides in the tasks that
+                # wait for it. They are told only if the loop goes on.
+                log.exception("a task tried to end the interpreter")
         if process_ends():  # what is cut off now is no error, and nobody waits for its result
             self.loop.set_exception_handler(lambda loop, context: None)
         # asyncio logs a traceback for every task destroyed with its loop.
         self.loop.run_until_complete(_cancel(asyncio.all_tasks(self.loop)))
         self.loop.run_until_complete(self.loop.shutdown_asyncgens())
         self.loop.close()
-
-    def _run_until_stopped(self) -> None:
-        """Runs the loop until `close` stops it.
-
-        asyncio also raises an exit of the interpreter here, besides in the tasks that wait for it.
-        They are told only if the loop goes on.
-        """
-        while True:
-            try:
-                self.loop.run_forever()
-                return
-            except (SystemExit, KeyboardInterrupt):
-                log.exception("a task tried to end the interpreter")
 
 
 def _died() -> ServiceError:

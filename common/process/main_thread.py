@@ -12,9 +12,9 @@ from common.process.daemon_threads import sent_on
 
 _T = TypeVar("_T")
 _work = SimpleQueue[Callable[[], None]]()
+# Whether the main thread has ever waited for a loop. In a service it never does: it runs the loop
+# itself.
 _has_waited = False
-"""Whether the main thread has ever waited for a loop. In a service it never does: it runs the loop
-itself."""
 _works = False
 
 

@@ -26,8 +26,8 @@ from common.errors import ServiceError
 from common.process.work_meter import WorkMeter
 
 _T = TypeVar("_T")
+# Fewest looks without growth after which a wait counts as stuck.
 _LOOKS = 4
-"""Fewest looks without growth after which a wait counts as stuck."""
 _WORK_S = 1.0
 _lock = threading.Lock()
 _total = 0

@@ -24,18 +24,18 @@ from common.process.storage import storing
 
 log = logging.getLogger(__name__)
 LOCK = ".lock"
+# Seconds between two heartbeats.
 _BEAT_S = 5.0
-"""Seconds between two heartbeats."""
+# Seconds without a heartbeat after which its holder counts as dead.
 _STALE_S = 30.0
-"""Seconds without a heartbeat after which its holder counts as dead."""
+# Seconds between tries, and their number: the dashboard and `rlhf diagnose` take the lock for a
+# moment to find out whether a run lives.
 _READER_S = 0.1
 _TRIES = 5
-"""Seconds between tries, and their number: the dashboard and `rlhf diagnose` take the lock for a
-moment to find out whether a run lives."""
+# Errors of a file system that does not support locks.
 _NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
-"""Errors of a file system that does not support locks."""
+# Fixed size of the file in bytes, so that overwriting it needs no space on a full disk.
 _SIZE = 512
-"""Fixed size of the file in bytes, so that overwriting it needs no space on a full disk."""
 
 
 class RunLock:

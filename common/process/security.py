@@ -75,11 +75,11 @@ def accepts(expected: str, headers: Iterable[tuple[bytes, bytes]]) -> bool | Non
 
 
 class SecretRedactor:
-    """Replaces the values of secret variables."""
+    """Replaces the values of secret variables, of this process's environment or of others."""
 
-    def __init__(self, env: Mapping[str, str] | None = None) -> None:
-        env = os.environ if env is None else env
-        found = {env.get(name, "").encode("utf-8", "surrogateescape") for name in _SECRETS}
+    def __init__(self, *envs: Mapping[str, str]) -> None:
+        values = [env.get(name, "") for env in envs or (os.environ,) for name in _SECRETS]
+        found = {value.encode("utf-8", "surrogateescape") for value in values}
         self._secrets = sorted((value for value in found if len(value) >= 8), key=len, reverse=True)
 
     def redact_bytes(self, text: bytes) -> bytes:
@@ -136,12 +136,8 @@ def tls(env: Mapping[str, str] | None = None) -> Tls:
                 value=path,
                 remedy="name a file in PEM format",
             )
-    absolute = {name: str(Path(path).absolute()) if path else "" for name, path in found.items()}
-    return Tls(
-        certificate=absolute["TLS_CERT"],
-        key=absolute["TLS_KEY"],
-        authority=absolute["TLS_CA"],
-    )
+    # In the order of its fields.
+    return Tls(*(str(Path(path).absolute()) if path else "" for path in found.values()))
 
 
 def check_certificate(files: Tls) -> None:
@@ -169,7 +165,9 @@ def trusted(env: Mapping[str, str] | None = None) -> ssl.SSLContext:
     try:
         return ssl.create_default_context(cafile=authority or None)
     except (ssl.SSLError, OSError) as error:
-        remedy = "name a PEM file with certificates in TLS_CA"
         raise ConfigError(
-            f"no certificate can be read: {error}", field="TLS_CA", value=authority, remedy=remedy
+            f"no certificate can be read: {error}",
+            field="TLS_CA",
+            value=authority,
+            remedy="name a PEM file with certificates in TLS_CA",
         ) from None

@@ -63,7 +63,9 @@ def make_directory(path: Path, field: str) -> None:
             pass
     except OSError as error:
         if error.errno in _NEVER:
-            problem = f"the directory is not writable: {error.strerror}"
             raise ConfigError(
-                problem, field=field, value=str(path), remedy="name another directory"
+                f"the directory is not writable: {error.strerror}",
+                field=field,
+                value=str(path),
+                remedy="name another directory",
             ) from None

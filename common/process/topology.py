@@ -189,8 +189,12 @@ class Topology:
         ConfigError.
         """
         ips = tuple(saved["node_ips"])
-        hosts = parse_hosts(saved["hosts"])
-        return cls(saved["group"], num_nodes=len(ips), node_ips=ips, local_hosts=hosts)
+        return cls(
+            saved["group"],
+            num_nodes=len(ips),
+            node_ips=ips,
+            local_hosts=parse_hosts(saved["hosts"]),
+        )
 
     def host(self, task: str, node: int = 0) -> str:
         """Returns the host name of a node of `task`; its address under the local runner."""

@@ -34,8 +34,8 @@ STALL_S = 600.0
 """Seconds without progress in the training loop after which every rank writes a report."""
 LONG_S = 60.0
 """Deadlines of at least this many seconds write a report when they pass."""
+# Hundreds of deadlines may pass at once; one report per minute is enough.
 _REPORT_INTERVAL_S = 60.0
-"""Hundreds of deadlines may pass at once; one report per minute is enough."""
 STUCK_S = 30.0
 """Seconds in which a single call keeps the interpreter's lock, after which stacks are written."""
 _GUARD_TICK_S = 5.0
@@ -93,15 +93,15 @@ class _Stage:
     reports: int = 0
 
 
+# Pending calls: the call, its service, and its start.
 _waits: dict[object, tuple[str, str, float]] = {}
-"""Pending calls: the call, its service, and its start."""
 _loops: WeakSet[asyncio.AbstractEventLoop] = WeakSet()
 _stage: _Stage | None = None
 _last_deadline = -_REPORT_INTERVAL_S
+# The pipe that wakes the watchdog thread.
 _wakeup: tuple[int, int] | None = None
-"""The pipe that wakes the watchdog thread."""
+# Asks the other ranks of the trainer; set on rank 0 only.
 _other_ranks: Callable[[], list[RankWhere]] = list
-"""Asks the other ranks of the trainer; set on rank 0 only."""
 _after_report: Callable[[str], None] | None = None
 
 
@@ -253,10 +253,11 @@ def pending() -> list[Awaited]:
     for call, service, since in list(_waits.values()):
         ages.setdefault((call, service), []).append(now - since)
 
-    found = list[Awaited]()
-    for (call, service), seconds in sorted(ages.items(), key=lambda item: -max(item[1])):
-        found.append(Awaited(call=call, service=service, seconds=max(seconds), count=len(seconds)))
-    return found
+    longest_first = sorted(ages.items(), key=lambda item: -max(item[1]))
+    return [
+        Awaited(call=call, service=service, seconds=max(seconds), count=len(seconds))
+        for (call, service), seconds in longest_first
+    ]
 
 
 def awaited() -> list[str]:

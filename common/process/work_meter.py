@@ -31,8 +31,8 @@ class WorkMeter:
         self._root = root
         self._bytes: dict[int, int] = {}
         self._total = 0
+        # Bytes that the meter itself has read, which are no work.
         self._own = 0
-        """Bytes that the meter itself has read, which are no work."""
 
     def read(self) -> int:
         """Returns the steps so far."""

@@ -7,6 +7,7 @@ from common.settings.prompt_templates import read_file
 
 OWN = "own"
 """The model's own chat template."""
+# Names already taken: arguments of transformers' `apply_chat_template`.
 _TAKEN = (
     "messages",
     "conversation",
@@ -16,9 +17,8 @@ _TAKEN = (
     "chat_template",
     "tools",
 )
-"""Names already taken: arguments of transformers' `apply_chat_template`."""
+# A tag that transformers adds to Jinja.
 _GENERATION = re.compile(r"\{%-?\s*(?:end)?generation\s*-?%\}")
-"""A tag that transformers adds to Jinja."""
 
 
 def read_chat_template(given: str) -> str:
@@ -36,8 +36,7 @@ def read_chat_template(given: str) -> str:
             "it is neither Jinja nor a file",
             f"name a file with a chat template, write the template itself, or {OWN}",
         )
-    unknown = variables(text)
-    if "messages" not in unknown:
+    if "messages" not in variables(text):
         raise ValueError(
             "the chat template never uses the variable `messages`: write a Jinja template that does"
         )

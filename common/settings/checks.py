@@ -21,6 +21,7 @@ from common.settings.sections import (
 )
 from common.settings.settings import Settings
 
+# Settings that apply to single completions and not to episodes.
 _OF_COMPLETIONS = (
     "sampling.top_p",
     "sampling.top_k",
@@ -35,21 +36,21 @@ _OF_COMPLETIONS = (
     "evaluation.min_p",
     "data.prompt_template",
 )
-"""Settings that apply to single completions and not to episodes."""
+# Settings that, once they are set, need single completions.
 _SINGLE = (
     "teacher.url",
     "algorithm.overlong_buffer",
     "algorithm.length_penalty",
     "trainer.routing_replay",
 )
-"""Settings that, once they are set, need single completions."""
+# SGLang arguments for kernels that choose the experts themselves, and that arrange the weights of
+# the experts in another way (of 0.5.21). A B200 may run them.
 _OWN_KERNELS = re.compile(
     r"--moe-runner-backend[= ](triton_kernel|flashinfer_trtllm|flashinfer_mxfp4)\b"
 )
-"""SGLang arguments for kernels that choose the experts themselves, and that arrange the weights of
-the experts in another way (of 0.5.21). A B200 may run them."""
+# SGLang arguments that spread an engine over nodes.
 _SEVERAL_NODES = frozenset({"--nnodes", "--node-rank", "--dist-init-addr", "--nccl-init-addr"})
-"""SGLang arguments that spread an engine over nodes."""
+# SGLang arguments that do not go with `trainer.weight_sync distributed`, by the reason.
 _NOT_WITH_BROADCASTS = {
     "the ranks of an engine must be its rollout.tensor_parallel_size: set that instead, or set "
     "trainer.weight_sync http": (
@@ -81,7 +82,7 @@ _NOT_WITH_BROADCASTS = {
         "--rl-quant-profile",
     ),
 }
-"""SGLang arguments that do not go with `trainer.weight_sync distributed`, by the reason."""
+# SGLang fuses these layers: an adapter that has one of the values must have the key too.
 _FUSED = {
     "q_proj": ("k_proj", "v_proj"),
     "v_proj": ("q_proj",),
@@ -89,14 +90,13 @@ _FUSED = {
     "q_a_proj": ("kv_a_proj_with_mqa",),
     "kv_a_proj_with_mqa": ("q_a_proj",),
 }
-"""SGLang fuses these layers: an adapter that has one of the values must have the key too."""
+# Layers for which SGLang 0.5.21 has adapters (`sglang/srt/lora/utils.py`).
 _ADAPTED = {
     *("q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj", "out_proj"),
     *("gate_proj", "up_proj", "gate_up_proj", "down_proj"),
     *("q_a_proj", "kv_a_proj_with_mqa", "q_b_proj", "kv_b_proj"),
     *("in_proj", "in_proj_qkvz", "lm_head"),
 }
-"""Layers for which SGLang 0.5.21 has adapters (`sglang/srt/lora/utils.py`)."""
 _NAME = re.compile(r"\{([a-z_.]+)\}")
 
 
@@ -118,14 +118,15 @@ def check(config: Settings) -> None:
         raise ValueError(filled(message))
     # What a recipe sets is no mistake of the user's.
     presets = {"algorithm": preset(config.algorithm.model_dump())}
-    for names, reason in _unread(config):
-        for name in names:
+    for is_pointless, names, reason in _unread(config):
+        for name in names if is_pointless else ():
             section, _, field = name.partition(".")
             holder = getattr(config, section)
             default = type(holder).model_fields[field].default
             if getattr(holder, field) != presets.get(section, {}).get(field, default):
-                message = f"{name} is set but not read, since {filled(reason)}: leave it out"
-                raise ValueError(message)
+                raise ValueError(
+                    f"{name} is set but not read, since {filled(reason)}: leave it out"
+                )
 
 
 def _conflicts(config: Settings) -> Iterator[str]:
@@ -507,120 +508,176 @@ def _all(section: type[Section], name: str, but: tuple[str, ...] = ()) -> list[s
     return [f"{name}.{field}" for field in section.model_fields if field not in but]
 
 
-def _unread(config: Settings) -> Iterator[tuple[Sequence[str], str]]:
-    """Yields settings that others make pointless, and why; `{name}` stands for a setting and its
-    value.
+def _unread(config: Settings) -> list[tuple[bool, Sequence[str], str]]:
+    """Returns rows of: whether others make some settings pointless, these settings, and why;
+    `{name}` stands for a setting and its value.
     """
-    yield from _unread_of_algorithm(config.algorithm)
     data = config.data
-    if data.is_built_in:
-        yield ("data.hub_config",), "the columns of {data.source} are known"
-    if data.is_built_in or data.is_math:
-        own = ("prompt_field", "answer_field", "messages_field", "columns", "task_field", "map")
-        yield [f"data.{name}" for name in own], "the columns of {data.source} are known"
-    if not data.is_math:
-        yield ("data.levels", "data.subjects"), "{data.source} is not math"
-    if data.messages_field:
-        yield ("data.prompt_field",), "data.messages_field is set"
-    if data.prompt_template and not config.model.chat_template:
-        yield (
+    of_columns = ("prompt_field", "answer_field", "messages_field", "columns", "task_field", "map")
+    template_only = bool(data.prompt_template) and not config.model.chat_template
+    kind = config.environment.name.partition(":")[0]
+    makes_episodes = bool(config.environment.name)
+    evaluates = config.evaluation.samples > 0
+    known_columns = "the columns of {data.source} are known"
+    rows: list[tuple[bool, Sequence[str], str]] = [
+        (data.is_built_in, ("data.hub_config",), known_columns),
+        (
+            data.is_built_in or data.is_math,
+            [f"data.{name}" for name in of_columns],
+            known_columns,
+        ),
+        (not data.is_math, ("data.levels", "data.subjects"), "{data.source} is not math"),
+        (bool(data.messages_field), ("data.prompt_field",), "data.messages_field is set"),
+        (
+            template_only,
             ("sampling.system_prompt", "sampling.chat_template_kwargs"),
             "data.prompt_template replaces the chat template, unless model.chat_template is set",
-        )
-    if not config.teacher.url:
-        yield _all(TeacherSection, "teacher", ("url",)), "teacher.url is empty"
-    elif not config.teacher.is_openai:
-        yield (
+        ),
+        (
+            not config.teacher.url,
+            _all(TeacherSection, "teacher", ("url",)),
+            "teacher.url is empty",
+        ),
+        (
+            not config.teacher.is_openai,
             ("teacher.model",),
             "teacher.url does not end with /v1, and an engine without /v1 serves only one model",
-        )
-    if not config.trackers.names:
-        yield _all(TrackersSection, "trackers", ("names",)), "trackers.names is empty"
-    if config.environment.name:
-        reason = "it applies to single completions and environment.name makes episodes"
-        yield _OF_COMPLETIONS, reason
-    else:
-        # A port may be set once for all runs.
-        names = _all(EnvironmentSection, "environment", ("name", "port"))
-        yield names, "environment.name is empty"
-    if config.environment.name.partition(":")[0] not in ("agent", "harbor"):
-        reason = "environment.name starts no agent:COMMAND or harbor:COMMAND"
-        yield _all(RuntimeSection, "runtime"), reason
-    if not config.algorithm.needs_critic:
-        yield _all(CriticSection, "critic"), "{algorithm.advantage} has no critic"
-    if config.model.dtype == "float32":
-        yield ("model.fp32_head",), "model.dtype is float32"
-    if config.algorithm.kl_coef == 0:
-        yield ("model.reference", "parallel.offload_reference"), "algorithm.kl_coef is 0"
-    if config.sampling.ignore_eos:
-        yield ("sampling.min_new_tokens", "sampling.stop_token_ids"), "sampling.ignore_eos is set"
-    if config.evaluation.samples == 0:
-        when = ("samples", "every", "pass_samples")
-        yield _all(EvaluationSection, "evaluation", when), "evaluation.samples is 0"
-    if config.lora.rank == 0:
-        yield _all(LoraSection, "lora"), "lora.rank is 0"
-    elif not config.model.reference:
-        yield (
+        ),
+        (
+            not config.trackers.names,
+            _all(TrackersSection, "trackers", ("names",)),
+            "trackers.names is empty",
+        ),
+        (
+            makes_episodes,
+            _OF_COMPLETIONS,
+            "it applies to single completions and environment.name makes episodes",
+        ),
+        (
+            not makes_episodes,
+            # A port may be set once for all runs.
+            _all(EnvironmentSection, "environment", ("name", "port")),
+            "environment.name is empty",
+        ),
+        (
+            kind not in ("agent", "harbor"),
+            _all(RuntimeSection, "runtime"),
+            "environment.name starts no agent:COMMAND or harbor:COMMAND",
+        ),
+        (
+            not config.algorithm.needs_critic,
+            _all(CriticSection, "critic"),
+            "{algorithm.advantage} has no critic",
+        ),
+        (config.model.dtype == "float32", ("model.fp32_head",), "model.dtype is float32"),
+        (
+            config.algorithm.kl_coef == 0,
+            ("model.reference", "parallel.offload_reference"),
+            "algorithm.kl_coef is 0",
+        ),
+        (
+            config.sampling.ignore_eos,
+            ("sampling.min_new_tokens", "sampling.stop_token_ids"),
+            "sampling.ignore_eos is set",
+        ),
+        (
+            not evaluates,
+            _all(EvaluationSection, "evaluation", ("samples", "every", "pass_samples")),
+            "evaluation.samples is 0",
+        ),
+        (config.lora.rank == 0, _all(LoraSection, "lora"), "lora.rank is 0"),
+        (
+            config.lora.rank > 0 and not config.model.reference,
             ("parallel.offload_reference",),
             "with lora.rank the reference is the policy's own frozen model, not a second model",
-        )
-    if config.trainer.max_staleness == 0:
-        yield ("trainer.when_stale",), "trainer.max_staleness is 0"
-    if config.replay.reuse_ratio == 0:
-        yield (
+        ),
+        (config.trainer.max_staleness == 0, ("trainer.when_stale",), "trainer.max_staleness is 0"),
+        (
+            config.replay.reuse_ratio == 0,
             ("replay.priority", "replay.max_times_sampled", "replay.max_reuse_staleness"),
             "replay.reuse_ratio is 0",
-        )
+        ),
+    ]
+    return _unread_of_algorithm(config.algorithm) + rows
 
 
-def _unread_of_algorithm(algorithm: AlgorithmSection) -> Iterator[tuple[Sequence[str], str]]:
+def _unread_of_algorithm(algorithm: AlgorithmSection) -> list[tuple[bool, Sequence[str], str]]:
     # A function of the user may read any setting.
-    is_own = ":" in algorithm.advantage
-    if not is_own and algorithm.advantage not in ("group_normalised", "reward_normalised"):
-        yield (
+    own_advantage = ":" in algorithm.advantage
+    built_in_loss = algorithm.policy_loss in LOSSES
+    is_sapo = algorithm.policy_loss == "sapo"
+    asks_engine = algorithm.old_logprobs == "engine"
+    of_kl = ("kl_in", "kl_estimator", "kl_target", "reference_refresh")
+    return [
+        (
+            not own_advantage
+            and algorithm.advantage not in ("group_normalised", "reward_normalised"),
             ("algorithm.advantage_eps",),
             "{algorithm.advantage} does not divide by a standard deviation",
-        )
-    if algorithm.advantage != "gae":
-        yield ("algorithm.gamma", "algorithm.gae_lambda"), "{algorithm.advantage} is not gae"
-    if algorithm.advantage == "none":
-        yield (
+        ),
+        (
+            algorithm.advantage != "gae",
+            ("algorithm.gamma", "algorithm.gae_lambda"),
+            "{algorithm.advantage} is not gae",
+        ),
+        (
+            algorithm.advantage == "none",
             (
                 "algorithm.dynamic_sampling",
                 "algorithm.overlong_buffer",
                 "algorithm.length_penalty",
             ),
             "with {algorithm.advantage} the rewards are not used",
-        )
-    if algorithm.policy_loss in LOSSES and algorithm.policy_loss != "clip":
-        yield ("algorithm.dual_clip",), "{algorithm.policy_loss} is not clip"
-    if algorithm.policy_loss == "sapo":
-        yield ("algorithm.clip_low", "algorithm.clip_high"), "{algorithm.policy_loss} clips nothing"
-    elif algorithm.policy_loss in LOSSES:
-        yield (
+        ),
+        (
+            built_in_loss and algorithm.policy_loss != "clip",
+            ("algorithm.dual_clip",),
+            "{algorithm.policy_loss} is not clip",
+        ),
+        (
+            is_sapo,
+            ("algorithm.clip_low", "algorithm.clip_high"),
+            "{algorithm.policy_loss} clips nothing",
+        ),
+        (
+            built_in_loss and not is_sapo,
             ("algorithm.sapo_tau_positive", "algorithm.sapo_tau_negative"),
             "{algorithm.policy_loss} is not sapo",
-        )
-    if algorithm.updates_per_batch == 1:
-        yield ("algorithm.early_stop_kl",), "algorithm.update_epochs and mini_batches are 1"
-    if algorithm.kl_coef == 0:
-        of_kl = ("kl_in", "kl_estimator", "kl_target", "reference_refresh")
-        reason = "algorithm.kl_coef is 0, so there is no reference model"
-        yield [f"algorithm.{name}" for name in of_kl], reason
-    if not algorithm.dynamic_sampling:
-        yield ("algorithm.dynamic_sampling_rounds",), "algorithm.dynamic_sampling is off"
-    if algorithm.rollout_correction == "none":
-        yield (
+        ),
+        (
+            algorithm.updates_per_batch == 1,
+            ("algorithm.early_stop_kl",),
+            "algorithm.update_epochs and mini_batches are 1",
+        ),
+        (
+            algorithm.kl_coef == 0,
+            [f"algorithm.{name}" for name in of_kl],
+            "algorithm.kl_coef is 0, so there is no reference model",
+        ),
+        (
+            not algorithm.dynamic_sampling,
+            ("algorithm.dynamic_sampling_rounds",),
+            "algorithm.dynamic_sampling is off",
+        ),
+        (
+            algorithm.rollout_correction == "none",
             ("algorithm.correction_cap", "algorithm.correction_floor"),
             "algorithm.rollout_correction is none, or auto with trainer.max_staleness 0 and "
             "engines on CPUs",
-        )
-    if algorithm.rollout_correction != "mask":
-        yield ("algorithm.correction_floor",), "{algorithm.rollout_correction} is not mask"
-    if algorithm.old_logprobs == "engine" and algorithm.rejects:
-        yield (
+        ),
+        (
+            algorithm.rollout_correction != "mask",
+            ("algorithm.correction_floor",),
+            "{algorithm.rollout_correction} is not mask",
+        ),
+        (
+            asks_engine and algorithm.rejects,
             ("algorithm.old_logprobs",),
             "algorithm.geometric_low and geometric_high always use the trainer's own",
-        )
-    elif algorithm.old_logprobs == "engine" and algorithm.correction is not None:
-        yield ("algorithm.old_logprobs",), "{algorithm.rollout_correction} is set"
+        ),
+        (
+            asks_engine and algorithm.correction is not None,
+            ("algorithm.old_logprobs",),
+            "{algorithm.rollout_correction} is set",
+        ),
+    ]

@@ -67,9 +67,8 @@ class Config(Settings):
             self.state_dir = (self.trainer.run_dir or Path("runs/local")) / "state"
         # Engines on GPUs round differently from the trainer, and with staleness weights differ too.
         if self.algorithm.rollout_correction == "auto":
-            correction = (
-                "truncate" if self.trainer.max_staleness or self.rollout.on_gpus else "none"
-            )
+            on_gpus = self.rollout.device == "cuda" or self.rollout.is_sglang_on_gpus
+            correction = "truncate" if self.trainer.max_staleness or on_gpus else "none"
             self.algorithm = self.algorithm.model_copy(update={"rollout_correction": correction})
         check(self)
         return self
@@ -116,10 +115,13 @@ class SettingsSubset:
             if name in self.reads:
                 continue
             value = reduce(getattr, name.split("."), config)
-            default = reduce(getattr, name.split("."), plain)
-            if value != default:
-                problem = f"{name} is set but not read, since {self.does}"
-                raise ConfigError(problem, field=name, value=shorten(value), remedy="leave it out")
+            if value != reduce(getattr, name.split("."), plain):
+                raise ConfigError(
+                    f"{name} is set but not read, since {self.does}",
+                    field=name,
+                    value=shorten(value),
+                    remedy="leave it out",
+                )
 
 
 def load(
@@ -222,8 +224,9 @@ def from_validation(error: ValidationError) -> ConfigError:
         named = (word for word in words if "." in word and word in names())
         return ConfigError(message, field=next(named, name or "configuration"), remedy=remedy)
     # A name that is no text, such as a lone surrogate, has no place.
-    field = name or "configuration"
-    return ConfigError(message, field=field, value=shorten(first["input"]), remedy=remedy)
+    return ConfigError(
+        message, field=name or "configuration", value=shorten(first["input"]), remedy=remedy
+    )
 
 
 def _reward_arguments() -> Iterator[str]:

@@ -16,6 +16,7 @@ LrSchedule = Literal[
     "inverse_sqrt",
     "warmup_stable_decay",
 ]
+# The arguments of every schedule that are numbers.
 _NUMBERS: dict[str, tuple[str, ...]] = {
     "constant": (),
     "linear": (),
@@ -27,7 +28,6 @@ _NUMBERS: dict[str, tuple[str, ...]] = {
     "inverse_sqrt": ("timescale",),
     "warmup_stable_decay": ("num_decay_steps", "num_stable_steps", "min_lr_ratio", "num_cycles"),
 }
-"""The arguments of every schedule that are numbers."""
 _SHAPES = ("linear", "cosine", "1-sqrt")
 
 

@@ -30,8 +30,8 @@ from common.settings.section import InHelp, Section, among
 _Entry = TypeVar("_Entry", bound=Reward)
 
 
+# Maximum characters of `environment.name`, as on the wire.
 _MAX_NAME = 512
-"""Maximum characters of `environment.name`, as on the wire."""
 HARBOR_COLUMN = "harbor_task"
 """The column with the path of a Harbor task's folder, which data-server and environment-server both
 read."""
@@ -188,9 +188,7 @@ class RewardSection(Section):
 
     def for_objects(self, weights: Mapping[str, float]) -> "RewardSection":
         """Returns these settings for the caller's own objects, whose weights are given by name."""
-        functions: list[Reward] = []
-        for name, weight in weights.items():
-            functions.append(OwnReward(name=name, weight=weight))
+        functions = [OwnReward(name=name, weight=weight) for name, weight in weights.items()]
         return self.model_copy(update={"functions": functions})
 
     def function(self, kind: type[_Entry]) -> _Entry | None:
@@ -417,13 +415,6 @@ class RolloutSection(Section):
         SGLang, which has its own.
         """
         return self.max_context_tokens if self.engine == "embedded" else None
-
-    @property
-    def on_gpus(self) -> bool:
-        """Whether engines are known to compute on GPUs, and therefore round differently from the
-        trainer.
-        """
-        return self.device == "cuda" or self.is_sglang_on_gpus
 
     @property
     def is_sglang_on_gpus(self) -> bool:

@@ -4,7 +4,6 @@ from pathlib import Path
 from typing import Any
 
 from pydantic import ConfigDict, NonNegativeInt, PositiveInt, model_validator
-from pydantic.fields import FieldInfo
 
 from common.settings.algorithm import AlgorithmSection
 from common.settings.section import InHelp, Section
@@ -53,9 +52,10 @@ class Settings(Section):
             known = cls.model_fields.get(section)
             fields = getattr(known and known.annotation, "model_fields", {})
             if isinstance(settings, dict):
-                read[section] = {
-                    name: _read(fields.get(name), name, value) for name, value in settings.items()
-                }
+                read[section] = dict(settings)
+                for name, value in settings.items():
+                    if isinstance(value, str) and name in fields and holds_several(fields[name]):
+                        read[section][name] = read_text(fields[name], value, name)
         return read
 
     seed: InHelp[NonNegativeInt] = 0
@@ -89,8 +89,3 @@ class Settings(Section):
     runtime: RuntimeSection = RuntimeSection()
     tinker: TinkerSection = TinkerSection()
     trackers: TrackersSection = TrackersSection()
-
-
-def _read(field: FieldInfo | None, name: str, value: Any) -> Any:
-    is_text = field is not None and isinstance(value, str) and holds_several(field)
-    return read_text(field, value, name) if field is not None and is_text else value

@@ -142,8 +142,8 @@ class _UniqueKeys(yaml.SafeLoader):
         return node
 
 
+# The tag of `<<`, of which a mapping may have several.
 _MERGE = "tag:yaml.org,2002:merge"
-"""The tag of `<<`, of which a mapping may have several."""
 
 
 def read_yaml(text: str) -> Any:
@@ -177,18 +177,20 @@ def from_file(path: Path) -> dict[str, Any]:
     ) as error:
         # ValueError: an impossible date.
         reason = yaml_problem(error)
-        remedy = "name a YAML file with settings by section, like those in jobgroup/configs"
-        problem = f"the configuration file cannot be read: {reason}"
-        raise ConfigError(problem, field="--config", value=str(path), remedy=remedy) from None
+        raise ConfigError(
+            f"the configuration file cannot be read: {reason}",
+            field="--config",
+            value=str(path),
+            remedy="name a YAML file with settings by section, like those in jobgroup/configs",
+        ) from None
     if content is None:
         return {}
     if not isinstance(content, dict) or not all(isinstance(name, str) for name in content):
-        remedy = "write sections with settings, such as `trainer: {max_steps: 10}`"
         raise ConfigError(
             "the configuration file is not a mapping of sections",
             field="--config",
             value=str(path),
-            remedy=remedy,
+            remedy="write sections with settings, such as `trainer: {max_steps: 10}`",
         )
     return content
 

@@ -61,35 +61,36 @@ def main(argv: Sequence[str] | None = None) -> int:
                 remedy="give --plan too",
             )
         overrides = assignments(options.env, "--env")
-        redactors = [SecretRedactor(env), SecretRedactor(overrides)]
+        redactor = SecretRedactor(env, overrides)
         # The hub's library reads these once, when a check imports it.
         os.environ.update({name: overrides[name] for name in overrides if name.startswith("HF_")})
         if options.plan is not None:
             size = options.gpu_memory_gb
-            settings = {**env, **overrides}
-            lines = list(sizes.predict(options.plan, options.gpus or 1, settings, only_gb=size))
-            return _report(lines, redactors, options.json, may_fail=size is None)
+            lines = list(
+                sizes.predict(options.plan, options.gpus or 1, {**env, **overrides}, only_gb=size)
+            )
+            return _report(lines, redactor, options.json, may_fail=size is None)
         plan = make(options.yaml, overrides, env, task=options.task)
     except ConfigError as error:
         fail(error)
 
     if options.data:
         graded = perform({"data set": partial(check_ground_truths, plan)}, limit_s=None)
-        return _report([*plan.problems, *graded], redactors, options.json)
+        return _report([*plan.problems, *graded], redactor, options.json)
 
     plan.gpus, plan.no_gpus = gpus.visible(env)
-    redactors += [SecretRedactor(job.env) for job in plan.here]
+    redactor = SecretRedactor(env, overrides, *(job.env for job in plan.here))
     if not options.json:
         tasks = (
             ", ".join(job.name for job in plan.here) or "no task (--task names that of this pod)"
         )
         print(f"{'make demo' if plan.demo else plan.group}: {tasks}\n")
-    return _report(results(plan), redactors, options.json)
+    return _report(results(plan), redactor, options.json)
 
 
 def _report(
     results: Iterable[Result],
-    redactors: list[SecretRedactor],
+    redactor: SecretRedactor,
     as_json: bool,
     *,
     may_fail: bool = False,
@@ -97,7 +98,7 @@ def _report(
     """Prints the results as they arrive; returns the exit status, always 0 with `may_fail`."""
     found = []
     for result in results:
-        found.append(result.redacted(redactors))
+        found.append(result.redacted(redactor))
         if not as_json:
             print(found[-1].text(), flush=True)
     states = [result.state for result in found]
@@ -119,10 +120,11 @@ examples:
 
 
 def _parser() -> CommandParser:
-    about = (
-        "Checks a machine, or a pod from within: a line for each check, and a remedy if it fails."
+    parser = CommandParser(
+        "rlhf doctor",
+        "Checks a machine, or a pod from within: a line for each check, and a remedy if it fails.",
+        epilog=_EPILOG,
     )
-    parser = CommandParser("rlhf doctor", about, epilog=_EPILOG)
     add = parser.add_argument
     add("yaml", nargs="?", type=Path, metavar="YAML", help="a job group; the demo when not given")
     add(

@@ -62,11 +62,13 @@ def check_gpus(plan: Plan) -> Results:
         outcome = "so everything computes on the CPU"
         if needing:
             outcome = f"but {' and '.join(needing)} is set"
-        fix = (
+        yield expect(
+            "GPUs",
+            not needing,
+            f"none ({plan.no_gpus}), {outcome}",
             "a machine with NVIDIA GPUs and their driver; "
-            "or for a small model the CPU: --env RLHF_ROLLOUT__ENGINE=embedded"
+            "or for a small model the CPU: --env RLHF_ROLLOUT__ENGINE=embedded",
         )
-        yield expect("GPUs", not needing, f"none ({plan.no_gpus}), {outcome}", fix)
         return
 
     asked = sum(job.num_nodes * job.gpus for job in plan.here)
@@ -82,8 +84,11 @@ def check_gpus(plan: Plan) -> Results:
         found = f"{gpu.name}, {gb(gpu.total)}, driver {gpu.driver}"
         if not free:
             found += f"; {gb(gpu.used)} are taken by {', '.join(users) or 'unknown processes'}"
-        fix = (
+        yield expect(
+            f"GPU {gpu.number}",
+            free,
+            found,
             "end them, or leave it out with CUDA_VISIBLE_DEVICES; "
-            "processes of other containers are not shown here"
+            "processes of other containers are not shown here",
+            otherwise="warn",
         )
-        yield expect(f"GPU {gpu.number}", free, found, fix, otherwise="warn")

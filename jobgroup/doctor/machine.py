@@ -57,8 +57,13 @@ def _limits(*files: str) -> Iterator[tuple[int, int]]:
 def check_cores(plan: Plan) -> Results:
     """Checks that there are enough cores and that no process takes all of them."""
     usable = cores()
-    fix = "expect it to be slow; or --num-nodes rollout-server=1"
-    yield expect("cores", usable >= 2, f"{usable:g}", fix, otherwise="warn")
+    yield expect(
+        "cores",
+        usable >= 2,
+        f"{usable:g}",
+        "expect it to be slow; or --num-nodes rollout-server=1",
+        otherwise="warn",
+    )
 
     computing = 0
     unlimited = []
@@ -68,9 +73,12 @@ def check_cores(plan: Plan) -> Results:
             if not job.env.get("OMP_NUM_THREADS"):
                 unlimited.append(job.name)
     if computing > 1 and unlimited:
-        found = f"not set for {', '.join(unlimited)}: each process starts a thread for every core"
-        fix = f"--env OMP_NUM_THREADS={max(1, int(usable // computing))}"
-        yield Result("OMP_NUM_THREADS", "warn", found, fix)
+        yield Result(
+            "OMP_NUM_THREADS",
+            "warn",
+            f"not set for {', '.join(unlimited)}: each process starts a thread for every core",
+            f"--env OMP_NUM_THREADS={max(1, int(usable // computing))}",
+        )
 
 
 def check_collective(plan: Plan) -> Results:
@@ -81,8 +89,12 @@ def check_collective(plan: Plan) -> Results:
         return
     backend = "nccl" if plan.gpus else "gloo"
     world = len(plan.gpus) or 2
-    env = {"OMP_NUM_THREADS": "1", **os.environ, **Topology().loopback_env()}
-    env["PYTHONPATH"] = str(ROOT)
+    env = {
+        "OMP_NUM_THREADS": "1",
+        **os.environ,
+        **Topology().loopback_env(),
+        "PYTHONPATH": str(ROOT),
+    }
     seconds = ask(
         *(sys.executable, "-m", "jobgroup.doctor.collective", backend, world),
         fix=_REDUCE_FIX[backend],

@@ -49,8 +49,9 @@ def check_fit(plan: Plan) -> Results:
     if name not in plan.shapes:
         # Otherwise the line of the model says why its config.json cannot be read.
         if plan.makes_model(jobs[0]):
-            found = "not estimated: the built-in model is made later, and is small"
-            yield Result(TITLE, "ok", found)
+            yield Result(
+                TITLE, "ok", "not estimated: the built-in model is made later, and is small"
+            )
         return
     try:
         shape = ModelShape.of(plan.shapes[name])
@@ -67,8 +68,11 @@ def check_fit(plan: Plan) -> Results:
         for job in jobs:
             yield from _on_gpus(job, shape, plan)
     elif shape is not None:
-        found = "not judged: there is no GPU here, and --plan judges a model for a cluster's"
-        yield Result(TITLE, "ok", found)
+        yield Result(
+            TITLE,
+            "ok",
+            "not judged: there is no GPU here, and --plan judges a model for a cluster's",
+        )
 
 
 def _on_gpus(job: PlannedTask, shape: ModelShape | None, plan: Plan) -> Results:
@@ -111,8 +115,13 @@ def _engine_on_gpu(job: PlannedTask, plan: Plan) -> Results:
         return
     folder = job.path(name)
     place = str(folder) if folder.exists() else name
-    size = min(gpu.total for gpu in plan.gpus)
-    yield judge_engine("memory of an engine", place, plan.shapes[name], job.config, size=size)
+    yield judge_engine(
+        "memory of an engine",
+        place,
+        plan.shapes[name],
+        job.config,
+        size=min(gpu.total for gpu in plan.gpus),
+    )
 
 
 def judge_trainer(

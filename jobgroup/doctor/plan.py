@@ -131,8 +131,9 @@ def make(
 
     names = [job.name for job in jobs]
     if task is not None and not problems and task not in names:
-        remedy = did_you_mean(task, names)
-        raise ConfigError("there is no such task", field="--task", value=task, remedy=remedy)
+        raise ConfigError(
+            "there is no such task", field="--task", value=task, remedy=did_you_mean(task, names)
+        )
     return Plan(
         group=group,
         here=[job for job in jobs if job.name == task or (task is None and not inside)],

@@ -32,13 +32,8 @@ class Result:
         line = f"{'FAIL' if self.state == 'fail' else self.state:<4}  {self.name}: {self.found}"
         return f"{line}\n      fix: {self.fix}" if self.fix else line
 
-    def redacted(self, redactors: Iterable[SecretRedactor]) -> "Result":
-        found = self.found
-        fix = self.fix
-        for redactor in redactors:
-            found = redactor.redact(found)
-            fix = redactor.redact(fix)
-        return replace(self, found=found, fix=fix)
+    def redacted(self, redactor: SecretRedactor) -> "Result":
+        return replace(self, found=redactor.redact(self.found), fix=redactor.redact(self.fix))
 
 
 def expect(name: str, good: bool, found: str, fix: str, otherwise: State = "fail") -> Result:

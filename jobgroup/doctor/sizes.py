@@ -53,8 +53,12 @@ def predict(model: str, gpus: int, env: Env, *, only_gb: float | None) -> Result
     sizes = (only_gb,) if only_gb else SIZES
     if CacheShape.of(content).linear_layers:
         yield Result("model", "ok", f"{gb(weight_bytes(model, content, config))} ({model})")
-        found = "the memory of an update of a model with linear layers cannot be estimated"
-        yield Result("trainer", "warn", found, "watch nvidia-smi in a short run")
+        yield Result(
+            "trainer",
+            "warn",
+            "the memory of an update of a model with linear layers cannot be estimated",
+            "watch nvidia-smi in a short run",
+        )
         for size in sizes:
             yield judge_engine(
                 f"engine on {size:g} GB", model, content, config, size=int(size * 1e9)
@@ -65,13 +69,17 @@ def predict(model: str, gpus: int, env: Env, *, only_gb: float | None) -> Result
 
     held = trainer_memory(shape, config, gpus).held
     longest = config.sampling.max_new_tokens
-    found = f"{gb(held)} on each of {gpus} GPUs between updates; answers of {longest:,} tokens"
-    yield Result("trainer", "ok", found)
+    yield Result(
+        "trainer",
+        "ok",
+        f"{gb(held)} on each of {gpus} GPUs between updates; answers of {longest:,} tokens",
+    )
     yield from judge_passes(config)
     node = min(gpus, _NODE)
     host = gb(trainer_host_bytes(shape, config, gpus, node))
-    found = f"{host} on a trainer node of {node} GPUs, while a checkpoint is copied"
-    yield Result("CPU memory", "ok", found)
+    yield Result(
+        "CPU memory", "ok", f"{host} on a trainer node of {node} GPUs, while a checkpoint is copied"
+    )
     yield _flow(shape, config, gpus)
 
     for size in sizes:

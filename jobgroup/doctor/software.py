@@ -30,14 +30,21 @@ _SYSTEM_TOOLKIT = "/usr/local/cuda"
 def check_python(plan: Plan) -> Results:
     """Checks this interpreter and those the tasks use."""
     good = (3, 11) <= sys.version_info[:2] <= (3, 13)
-    found = f"{platform.python_version()} in {sys.prefix}"
-    fix = "3.11 to 3.13 is needed: make PYTHON=/path/to/python3.11 lint makes the environment anew"
-    yield expect("python", good, found, fix)
+    yield expect(
+        "python",
+        good,
+        f"{platform.python_version()} in {sys.prefix}",
+        "3.11 to 3.13 is needed: make PYTHON=/path/to/python3.11 lint makes the environment anew",
+    )
     for job in plan.here if _CHECKOUT else ():  # an installed package gives tasks its own Python
         python = job.workdir / ".venv/bin/python"
         if ".venv/bin/python" in job.run and not python.exists():
-            fix = f"in {job.workdir}: {(job.setup or '').strip() or 'make lint'}"
-            yield Result(f"python of {job.name}", "fail", f"there is no {python}", fix)
+            yield Result(
+                f"python of {job.name}",
+                "fail",
+                f"there is no {python}",
+                f"in {job.workdir}: {(job.setup or '').strip() or 'make lint'}",
+            )
 
 
 def check_packages(plan: Plan, root: Path = ROOT) -> Results:
@@ -70,8 +77,9 @@ def check_packages(plan: Plan, root: Path = ROOT) -> Results:
         # Builds (`+cpu`) are ignored.
         if installed.get(name, pin).partition("+")[0] != pin:
             other.append(f"{name} {installed[name]} ({pin} is pinned)")
-    found = ", ".join(other) or "in the pinned versions"
-    yield expect("packages", not other, found, fix, otherwise="warn")
+    yield expect(
+        "packages", not other, ", ".join(other) or "in the pinned versions", fix, otherwise="warn"
+    )
 
 
 def check_router(plan: Plan) -> Results:
@@ -115,9 +123,12 @@ def check_toolkit(plan: Plan) -> Results:
         driver = plan.gpus[0].driver  # all GPUs of a machine have the same
         series = driver.partition(".")[0]
         new_enough = series.isdecimal() and int(series) >= _DRIVER
-        found = f"{driver!r}; the CUDA {_CUDA} wheels of torch and SGLang need {_DRIVER} or newer"
-        fix = f"update the driver of the node to the {_DRIVER} series"
-        yield expect("NVIDIA driver", new_enough, found, fix)
+        yield expect(
+            "NVIDIA driver",
+            new_enough,
+            f"{driver!r}; the CUDA {_CUDA} wheels of torch and SGLang need {_DRIVER} or newer",
+            f"update the driver of the node to the {_DRIVER} series",
+        )
 
     job = plan.job(ROLLOUT)
     if job is None or not job.uses_sglang or job.config.rollout.device == "cpu":
@@ -129,8 +140,9 @@ def check_toolkit(plan: Plan) -> Results:
     compiler = env.get("CXX") or "c++"
     place = shutil.which(compiler, path=env["PATH"])
     found = place or f"{compiler} is not on the path, but SGLang compiles kernels with it"
-    fix = "apt-get install g++, or CXX in the environment"
-    yield expect("C++ compiler", place is not None, found, fix)
+    yield expect(
+        "C++ compiler", place is not None, found, "apt-get install g++, or CXX in the environment"
+    )
 
 
 def _nvcc(env: Env) -> Result:

@@ -56,8 +56,9 @@ def needs(plan: Plan) -> Iterator[Need]:
             tokens = job.config.replay.capacity * job.config.sampling.max_new_tokens
             yield Need(folder, "full replay store", tokens * _TOKEN)
         elif job.name == ROLLOUT and not adapter_only:
-            pulled = _PULLED * job.num_nodes * 2 * parameters
-            yield Need(folder, f"{_PULLED} pulled versions", pulled)
+            yield Need(
+                folder, f"{_PULLED} pulled versions", _PULLED * job.num_nodes * 2 * parameters
+            )
         elif job.name == TRAINER:
             if shape and job.config.trainer.routing_replay:
                 # Of all answers that have a slot; a number above 255 takes two bytes.

@@ -91,8 +91,12 @@ def create_data_app(config: Config, train: list[Prompt], evaluation: list[Prompt
     by_id = _by_id(train, evaluation, config.data.source)
     if not config.environment.name:  # episodes of one task differ by themselves
         _warn_of_repeats(train)
-    difficulty = Difficulty() if config.data.curriculum == "difficulty" else None
-    stream = PromptStream(train, config.seed, config.state_dir, difficulty)
+    stream = PromptStream(
+        train,
+        config.seed,
+        config.state_dir,
+        Difficulty() if config.data.curriculum == "difficulty" else None,
+    )
 
     @asynccontextmanager
     async def lifespan() -> AsyncIterator[None]:
@@ -112,8 +116,7 @@ def create_data_app(config: Config, train: list[Prompt], evaluation: list[Prompt
         store=stream,
     )
 
-    _drawing_routes(app, stream, answered)
-    _inspection_routes(app, stream, train, evaluation=evaluation, by_id=by_id)
+    _add_routes(app, stream, answered, train=train, evaluation=evaluation, by_id=by_id)
     return app
 
 
@@ -133,7 +136,15 @@ def _warn_of_repeats(train: list[Prompt]) -> None:
         )
 
 
-def _drawing_routes(app: FastAPI, stream: PromptStream, answered: Counter) -> None:
+def _add_routes(
+    app: FastAPI,
+    stream: PromptStream,
+    answered: Counter,
+    *,
+    train: list[Prompt],
+    evaluation: list[Prompt],
+    by_id: dict[str, Prompt],
+) -> None:
     @app.get("/prompts")
     def prompts(
         batch_size: BatchSize = 8, shuffle: bool = True, request_id: RequestId = None
@@ -168,15 +179,6 @@ def _drawing_routes(app: FastAPI, stream: PromptStream, answered: Counter) -> No
         stream.report(body.pairs(), body.request_id)
         return PassRatesStored(stored=len(body.prompt_ids))
 
-
-def _inspection_routes(
-    app: FastAPI,
-    stream: PromptStream,
-    train: list[Prompt],
-    *,
-    evaluation: list[Prompt],
-    by_id: dict[str, Prompt],
-) -> None:
     @app.get("/prompt/{prompt_id:path}", responses=errors(404))
     def prompt(prompt_id: str) -> Prompt:
         """One problem of either split."""

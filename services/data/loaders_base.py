@@ -102,8 +102,9 @@ class RowLoader(Loader):
     def _load(self, split: str) -> list[Prompt]:
         path = Path(self.source)
         if path.is_dir():
-            prefix = f"{self.name or path.resolve().name}-{split}"
-            return self._prompts(read_file(file_of_split(path, split)), prefix)
+            return self._prompts(
+                read_file(file_of_split(path, split)), f"{self.name or path.resolve().name}-{split}"
+            )
         if path.exists():
             part = _PARTS.get(split, split)
             prompts = self._prompts(read_file(path), f"{self.name or path.stem}-{part}")
@@ -116,8 +117,10 @@ class RowLoader(Loader):
                 "gsm8k, math, tiny, the path of a file or a directory, or the name org/name of a "
                 "data set on the hub",
             )
-        prefix = f"{self.name or source.partition('/')[2]}-{split}"
-        return self._prompts(hub_rows(source, self.hub_config, split), prefix)
+        return self._prompts(
+            hub_rows(source, self.hub_config, split),
+            f"{self.name or source.partition('/')[2]}-{split}",
+        )
 
     def _prompts(self, rows: Iterable[Row], prefix: str) -> list[Prompt]:
         prompts = list[Prompt]()

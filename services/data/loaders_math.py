@@ -44,10 +44,13 @@ class GSM8KLoader(RowLoader):
                 f"the answer {answer!r:.80} is not a number",
                 "end the answer in #### and one number",
             )
-        question = text_of(row, "question", "another source")
-        columns = further_columns(row, ("question", "answer", "id"))
-        own = id_of(row, default_id)
-        return Prompt(id=own, prompt=question, ground_truth=answer, task=self.task, columns=columns)
+        return Prompt(
+            id=id_of(row, default_id),
+            prompt=text_of(row, "question", "another source"),
+            ground_truth=answer,
+            task=self.task,
+            columns=further_columns(row, ("question", "answer", "id")),
+        )
 
 
 @dataclass

@@ -82,8 +82,11 @@ class WorkedLoader(RowLoader):
     """
 
     def __init__(self, data: DataSection) -> None:
-        row_map = import_callable(data.map, "data.map") if data.map else None
-        super().__init__(data.source, hub_config=data.hub_config, map=row_map)
+        super().__init__(
+            data.source,
+            hub_config=data.hub_config,
+            map=import_callable(data.map, "data.map") if data.map else None,
+        )
         self._data = data
 
     def _prompt(self, row: Cells, default_id: str) -> Prompt:

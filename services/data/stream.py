@@ -153,8 +153,7 @@ class PromptStream(SqliteStore):
 
     @staticmethod
     def _set_cursor(db: sqlite3.Connection, stream: str, position: int, served: int) -> None:
-        cursor = sealed((stream, position, served))
-        db.execute("REPLACE INTO cursors VALUES (?, ?, ?, ?)", cursor)
+        db.execute("REPLACE INTO cursors VALUES (?, ?, ?, ?)", sealed((stream, position, served)))
 
     def report(self, pass_rates: Sequence[tuple[str, float]], request_id: str) -> None:
         """Reports (prompt id, pass rate) pairs to the curriculum; repeating a `request_id` changes
@@ -228,10 +227,9 @@ class PromptStream(SqliteStore):
             position, shuffled = self._cursor(db, _SHUFFLED)
             _, ordered = self._cursor(db, _ORDERED)
             curriculum = self._curriculum.stats(db) if self._curriculum else None
-        epoch = position // len(self.prompts)
         return StreamStats(
             position=position,
-            epoch=epoch,
+            epoch=position // len(self.prompts),
             prompts_served=shuffled + ordered,
             curriculum=curriculum,
         )
@@ -257,8 +255,7 @@ class PromptStream(SqliteStore):
         return int(answer["position"])
 
     def _remember(self, request_id: str, stream: str, *, position: int, count: int) -> None:
-        answer = {"stream": stream, "position": position, "count": count}
-        self.remember(_CALL, request_id, answer)
+        self.remember(_CALL, request_id, {"stream": stream, "position": position, "count": count})
 
     # ------------------------------------------------------------ the file
 
@@ -274,8 +271,9 @@ class PromptStream(SqliteStore):
         """
         for stream in (_SHUFFLED, _ORDERED):
             self._cursor(self.db, stream)
-        row = self.db.execute("SELECT * FROM identity").fetchone()
-        found = unsealed(row, "the identity of the stream")
+        found = unsealed(
+            self.db.execute("SELECT * FROM identity").fetchone(), "the identity of the stream"
+        )
         if found == self._kind():
             return
         seed, fingerprint, curriculum = found
@@ -295,8 +293,11 @@ class PromptStream(SqliteStore):
 
     def _kind(self) -> tuple[str, str, str]:
         """Returns what the stream is: another one cannot go on from its cursor."""
-        curriculum = "difficulty" if self._curriculum else "none"
-        return str(self.seed), _fingerprint(self.prompts), curriculum
+        return (
+            str(self.seed),
+            _fingerprint(self.prompts),
+            "difficulty" if self._curriculum else "none",
+        )
 
     @contextmanager
     def transaction(self) -> Iterator[sqlite3.Connection]:

@@ -18,7 +18,6 @@ from transformers.cache_utils import (
 )
 
 from common.errors import ConfigError
-from learning.attention import additive
 
 _STATES = ("conv_states", "recurrent_states")
 
@@ -368,3 +367,8 @@ class SlotCache(Cache):  # type: ignore[misc]  # transformers is not typed
             layer.make_room(keys, values)
             layer.keys[:old_rows, :, :old_columns] = keys
             layer.values[:old_rows, :, :old_columns] = values
+
+
+def additive(visible: Tensor, dtype: torch.dtype) -> Tensor:
+    """Returns 0 where `visible`, and -inf elsewhere."""
+    return torch.where(visible, 0.0, -torch.inf).to(dtype)

@@ -126,12 +126,18 @@ def _in_worker(entry: Reward) -> tuple[str, bool, Json]:
         arguments = _arguments(entry)
         if isinstance(entry, FormatReward):
             FormatRewardFunction(**arguments)  # refuses a bad pattern here, not in a worker
-        target = f"services.reward.functions:{name}"
-        return entry.name, False, {"target": target, "arguments": arguments}
+        return (
+            entry.name,
+            False,
+            {"target": f"services.reward.functions:{name}", "arguments": arguments},
+        )
 
     function = {"target": entry.name, "arguments": {}}
-    remedy = "name package.module:Class, a RewardFunction that needs no arguments"
-    made = _tried(WorkerSpec(_HANDLER, {"functions": [function]}), entry.name, remedy)
+    made = _tried(
+        WorkerSpec(_HANDLER, {"functions": [function]}),
+        entry.name,
+        "name package.module:Class, a RewardFunction that needs no arguments",
+    )
     [[name, gives_verdicts]] = json.loads(made)
     return name, gives_verdicts, function
 

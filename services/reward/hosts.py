@@ -53,8 +53,8 @@ class Host(ABC):
 
     verifies_answers = False
     """Whether it compares a final answer with the ground truth."""
-    call_items: int | None = None
-    """Completions per call; None: `CALL_ITEMS`."""
+    call_items = CALL_ITEMS
+    """Completions per call."""
 
     def __init__(self, name: str, gives_verdicts: bool = False) -> None:
         self.name = name
@@ -97,11 +97,12 @@ class Host(ABC):
 
     async def _score(self, items: Sequence[RewardItem]) -> Scores:
         self._check_room(self.unfinished - len(items), len(items))
-        size = self.call_items or CALL_ITEMS
-        chunks = [items[i : i + size] for i in range(0, len(items), size)]
-        return await self._score_chunks(chunks, batch=object())
+        return await self._score_in_chunks(items, self.call_items, batch=object())
 
-    async def _score_chunks(self, chunks: Sequence[Sequence[RewardItem]], batch: object) -> Scores:
+    async def _score_in_chunks(
+        self, items: Sequence[RewardItem], size: int, batch: object
+    ) -> Scores:
+        chunks = [items[i : i + size] for i in range(0, len(items), size)]
         found = await asyncio.gather(*(self._score_chunk(chunk, batch) for chunk in chunks))
         return list(chain.from_iterable(found))
 
@@ -116,7 +117,7 @@ class Host(ABC):
                 self._report(f"has no score: {error}")
                 return [Score(None, error.status, reason=str(error))] * len(items)
             self._report(f"failed for {len(items)} answers, now one by one: {error}")
-        return await self._score_chunks([[item] for item in items], batch)
+        return await self._score_in_chunks(items, 1, batch)
 
     def _report(self, failure: str) -> None:
         """Logs a failure only once, because a function often fails in the same way for many
@@ -124,8 +125,12 @@ class Host(ABC):
         """
         if failure not in self._reasons and len(self._reasons) < _REASONS:
             self._reasons.add(failure)
-            facts = event("reward_function_failed", function=self.name)
-            log.warning("the reward function %s %s", self.name, failure, extra=facts)
+            log.warning(
+                "the reward function %s %s",
+                self.name,
+                failure,
+                extra=event("reward_function_failed", function=self.name),
+            )
 
     @abstractmethod
     async def call(self, items: Sequence[RewardItem], batch: object = None) -> Scores:
@@ -141,7 +146,7 @@ class ThreadHost(Host):
         timeout_s: seconds until a call is abandoned, for a function that does not limit its own
             time. Its thread cannot be killed and continues.
         calls: concurrent calls of a function that limits its own time.
-        call_items: completions per call; 64 when None.
+        call_items: completions per call.
     """
 
     def __init__(
@@ -149,7 +154,7 @@ class ThreadHost(Host):
         function: RewardFunction,
         timeout_s: float | None,
         calls: int,
-        call_items: int | None = None,
+        call_items: int = CALL_ITEMS,
     ) -> None:
         super().__init__(function.name, function.gives_verdicts)
         self._function = function
@@ -170,8 +175,9 @@ class ThreadHost(Host):
                     "timeout", f"no answer within {self._timeout_s} s {error}"
                 ) from None
             except Exception as error:
-                always = isinstance(error, WrongScores)
-                raise CallFailed("error", reason_of(error), always=always) from error
+                raise CallFailed(
+                    "error", reason_of(error), always=isinstance(error, WrongScores)
+                ) from error
 
     async def _scores(self, completions: Completions, columns: Columns) -> Scores:
         """Calls the function in a new thread, or in the main thread if it sets signal handlers, as
@@ -227,11 +233,12 @@ def arguments(items: Sequence[RewardItem]) -> tuple[Completions, Columns]:
     """Returns the arguments of a reward function: chats, and a list for every column of any
     item. A response is a text, or the messages of an episode.
     """
-    columns: Columns = {}
-    for name in set(chain.from_iterable(item.columns for item in items)):
-        columns[name] = [item.columns.get(name) for item in items]
-    columns["prompt"] = [item.prompt for item in items]
-    columns["ground_truth"] = [item.ground_truth for item in items]
+    names = set(chain.from_iterable(item.columns for item in items))
+    columns: Columns = {
+        **{name: [item.columns.get(name) for item in items] for name in names},
+        "prompt": [item.prompt for item in items],
+        "ground_truth": [item.ground_truth for item in items],
+    }
 
     completions: Completions = []
     for item in items:

@@ -58,10 +58,11 @@ class Agent(ABC):
         task = config.rollout.trainer
         port = config.tinker.port if task == TINKER else config.trainer.port
         self._trainer = TrainerClient("trainer", topology.url(task, port))
+        # Closed at the end.
         self._clients: list[Client] = [self._trainer]
-        """Closed at the end."""
-        directory = config.state_dir / "rollout" / self.name / "weights"
-        self._store = WeightStore(directory, self._trainer)
+        self._store = WeightStore(
+            config.state_dir / "rollout" / self.name / "weights", self._trainer
+        )
         self._starts = metrics.counter(
             "rollout_engine_starts_total", "How often the engine was started"
         )

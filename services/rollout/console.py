@@ -55,8 +55,8 @@ class Repeats:
 
     def __init__(self, log_file: object) -> None:
         self._log_file = log_file
+        # By kind of complaint: when its window began, and how many there were in it.
         self._seen: dict[str, tuple[float, int]] = {}
-        """By kind of complaint: when its window began, and how many there were in it."""
 
     def shown(self, line: str, now: float) -> str | None:
         """Returns the line as it is shown at `now` (seconds of the monotonic clock); None if it is

@@ -57,15 +57,15 @@ _CPU_OPTIONS = {
     "enable-fp32-lm-head": False,  # everything is float32
     "moe-runner-backend": None,
 }
+# Model types whose attention windows SGLang 0.5.21 ignores: every token attends to all earlier
+# tokens.
 _WITHOUT_WINDOWS = ("mistral", "mixtral", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe")
-"""Model types whose attention windows SGLang 0.5.21 ignores: every token attends to all earlier
-tokens."""
 
 TINKER_ADAPTERS = 8
 """Adapters that an engine of a tinker-server keeps."""
 _LIBRARIES = "import torch; print(torch.__version__, '.'.join(map(str, torch.cuda.nccl.version())))"
+# Limit for the import of torch, which a disk may make slow.
 _IMPORT_S = 300.0
-"""Limit for the import of torch, which a disk may make slow."""
 
 
 class LoadFailed(ServiceError):
@@ -119,16 +119,20 @@ def engine_command(
         "enable-deterministic-inference": config.reproducible,
     }
     if rollout.engine == "embedded":
-        options["max-context-tokens"] = rollout.max_context_tokens
-        options["seed"] = seed
-        options["device"] = rollout.device
+        options |= {
+            "max-context-tokens": rollout.max_context_tokens,
+            "seed": seed,
+            "device": rollout.device,
+        }
         return [sys.executable, "-m", "services.engine", *to_options(options)]
 
     options["random-seed"] = seed
     if nodes > 1:
-        options["nnodes"] = nodes
-        options["node-rank"] = topology.node_rank - first
-        options["dist-init-addr"] = dist_init_addr
+        options |= {
+            "nnodes": nodes,
+            "node-rank": topology.node_rank - first,
+            "dist-init-addr": dist_init_addr,
+        }
     options |= _sglang_options(config, model_path)
     command = run_module(str(_sglang_python(rollout)), "sglang.launch_server")
     # The operator's own arguments come last, so that they win.
@@ -410,8 +414,12 @@ class EngineClient(Client):
                 await self.pause()
             await self._wake("weights", timeout_s)
 
-            body = {"model_path": str(directory), "weight_version": version, "flush_cache": True}
-            await self.request("POST", "/update_weights_from_disk", json=body, deadline_s=timeout_s)
+            await self.request(
+                "POST",
+                "/update_weights_from_disk",
+                json={"model_path": str(directory), "weight_version": version, "flush_cache": True},
+                deadline_s=timeout_s,
+            )
             await self._wake("kv_cache", timeout_s)  # only now, because loading needs extra memory
         except ServiceError:
             if whole and not self.asleep:
@@ -473,18 +481,25 @@ class EngineClient(Client):
         try:
             response = await self.http.post(path, json=body, timeout=timeout_s)
         except (httpx.TransportError, OSError) as error:
-            reason = f"the engine did not answer {path}: {error or type(error).__name__}"
-            raise LoadFailed(reason, field=path, remedy=OTHER_ENGINE) from None
+            raise LoadFailed(
+                f"the engine did not answer {path}: {error or type(error).__name__}",
+                field=path,
+                remedy=OTHER_ENGINE,
+            ) from None
         if not response.is_success:
-            reason = f"the engine refused {path}: {shorten(response.text)}"
-            raise LoadFailed(reason, field=path, remedy=OTHER_ENGINE)
+            raise LoadFailed(
+                f"the engine refused {path}: {shorten(response.text)}",
+                field=path,
+                remedy=OTHER_ENGINE,
+            )
 
     async def checksums(self, timeout_s: float) -> list[dict[str, str]]:
         """Returns, for each process of the engine in the order of their ranks, the checksums of all
         tensors by their names in the engine. Raises ServiceError.
         """
-        body = {"action": "checksum"}
-        found = await self.json("POST", "/weights_checker", _Sums, json=body, deadline_s=timeout_s)
+        found = await self.json(
+            "POST", "/weights_checker", _Sums, json={"action": "checksum"}, deadline_s=timeout_s
+        )
         by_rank: dict[int, dict[str, str]] = {}
         for index, rank in enumerate(found.ranks):
             place = rank.parallelism_info
@@ -495,8 +510,12 @@ class EngineClient(Client):
         """Raises LoadFailed unless the engine serves this version."""
         served = await self.weight_version()
         if served != version:
-            reason = f"the engine serves weights {served} instead of {version}"
-            raise LoadFailed(reason, field="weight_version", value=served, remedy=OTHER_ENGINE)
+            raise LoadFailed(
+                f"the engine serves weights {served} instead of {version}",
+                field="weight_version",
+                value=served,
+                remedy=OTHER_ENGINE,
+            )
 
     async def load_adapter(
         self, directory: Path, manifest: WeightManifest, keep: int, timeout_s: float
@@ -520,8 +539,12 @@ class EngineClient(Client):
             body = {"lora_name": name, "lora_path": str(directory)}
             loaded = await self.change_adapters("/load_lora_adapter", body, timeout_s, wanted=True)
             if loaded.get(name) != str(directory):
-                reason = f"the engine has the adapters {sorted(loaded)}, not {name}"
-                raise LoadFailed(reason, field="lora_name", value=name, remedy=OTHER_ENGINE)
+                raise LoadFailed(
+                    f"the engine has the adapters {sorted(loaded)}, not {name}",
+                    field="lora_name",
+                    value=name,
+                    remedy=OTHER_ENGINE,
+                )
 
         of_this_run = sorted(other for other in loaded if other.startswith(f"{manifest.run_id}-v"))
         kept = {name, *of_this_run[-keep:]}

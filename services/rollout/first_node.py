@@ -43,11 +43,11 @@ from services.rollout.weights.trainer_client import WeightId
 
 log = logging.getLogger(__name__)
 _HEARTBEAT_S = 5.0
+# Reports of progress, at least, within the time after which the trainer fences a silent node.
 _REPORTS = 8
-"""Reports of progress, at least, within the time after which the trainer fences a silent node."""
+# After so long without an answer of the trainer, the engine leaves the router: before the trainer
+# goes on without the node (`trainer.weights.board`, 30 s), which could not keep it out.
 _CUT_OFF_S = 20.0
-"""After so long without an answer of the trainer, the engine leaves the router: before the trainer
-goes on without the node (`trainer.weights.board`, 30 s), which could not keep it out."""
 _RECONCILE_S = 1.0
 _ASK_ROUTER_S = 0.5
 _WATCH_S = 1.0
@@ -87,13 +87,13 @@ class FirstNodeAgent(Agent):
         self.state = NodeState()
         self._libraries: EngineLibraries | None = None
         self._registered = False
+        # When the last report was sent that the trainer has answered; None before the first.
         self._heard_at: float | None = None
-        """When the last report was sent that the trainer has answered; None before the first."""
+        # Whether the trainer then said that the engine may get requests.
         self._may_serve = True
-        """What it said."""
         self._starts_ordered = 0
+        # The weights that the engine was started with; None for the base model.
         self._started_with: tuple[WeightManifest, Path] | None = None
-        """The weights that the engine was started with; None for the base model."""
         self._wake_router = asyncio.Event()
         self._router_api = RouterClient("router", topology.url(ROLLOUT, rollout.router_port))
         self._clients += [self._engine_api, self._router_api]
@@ -379,8 +379,11 @@ class FirstNodeAgent(Agent):
 
             registered = done and wanted and self.state.in_traffic
             if registered != self._registered:
-                change = "sends traffic to" if registered else "does not list"
-                log.info("the router %s %s", change, self.url)
+                log.info(
+                    "the router %s %s",
+                    "sends traffic to" if registered else "does not list",
+                    self.url,
+                )
             self._registered = registered
             if self.state.in_traffic == wanted:
                 await wait_event(self._wake_router, _RECONCILE_S if done else 0.2)

@@ -31,8 +31,8 @@ from services.rollout.loops import wait_event
 from services.rollout.weights.store import differs
 
 log = logging.getLogger(__name__)
+# Short, because the agent of the first node answers it before it ends.
 _POLL_S = 2.0
-"""Short, because the agent of the first node answers it before it ends."""
 _HEARTBEAT_S = 2.0
 _LOOK_S = 1.0
 _RETRY_S = 1.0
@@ -84,16 +84,17 @@ class FurtherNodeAgent(Agent):
         )
         first = first_node(config, topology)
         self.first_node = f"{ROLLOUT}-{first}"
+        # Why the orders may be out of date; empty when they are not.
         self._unreachable = f"{self.first_node} has not answered yet"
-        """Why the orders may be out of date; empty when they are not."""
         self._order = EngineOrder(revision="")
+        # Set at every new order.
         self._news = asyncio.Event()
-        """Set at every new order."""
         self._state = EngineNodeReport(name=self.name)
         self._storing = asyncio.Lock()
 
-        agent_url = topology.url(ROLLOUT, rollout.agent_port, first)
-        self._first = FirstNodeClient(self.first_node, agent_url)
+        self._first = FirstNodeClient(
+            self.first_node, topology.url(ROLLOUT, rollout.agent_port, first)
+        )
         self._clients += [self._first, self._engine_api]
 
     def problem(self) -> str | None:

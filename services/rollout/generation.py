@@ -24,8 +24,8 @@ class GenerationProbe:
         self._pause_s = min(_LOOK_S, limit_s / 8)
         self._looked = 0.0
         self._engine = Engines(api.http, [""])
+        # None while there is nothing to generate.
         self._waits: Progress | None = None
-        """None while there is nothing to generate."""
 
     async def __call__(self) -> str | None:
         """Returns why the engine is unhealthy, or None."""
@@ -46,8 +46,9 @@ class GenerationProbe:
             return
 
         if self._waits is None:
-            what = "an engine that has requests and generates nothing"
-            self._waits = Progress(what, self._limit_s, counts=False)
+            self._waits = Progress(
+                "an engine that has requests and generates nothing", self._limit_s, counts=False
+            )
         said = "its scheduler does not answer"
         if loads is not None:
             running = sum(load.num_running_reqs for load in loads)

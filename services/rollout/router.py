@@ -14,9 +14,9 @@ from common.settings.config import Config
 from services.rollout.api_key_launcher import run_module
 from services.rollout.engine_client import to_options
 
+# A request lasts as long as its answer and the queue before it. The agents end engines that hang,
+# and clients give up on engines that do not get on (`common.clients.engines`).
 _NO_TIMEOUT_S = 365 * 86_400
-"""A request lasts as long as its answer and the queue before it. The agents end engines that hang,
-and clients give up on engines that do not get on (`common.clients.engines`)."""
 _MODULES = {"smg": "smg", "sglang-router": "sglang_router"}
 _SMG_OPTIONS: dict[str, object] = {
     # By default smg skips an engine with 8 waiting requests, or with none finished for 3 s. A batch

@@ -23,10 +23,10 @@ from services.rollout.console import Console
 
 log = logging.getLogger(__name__)
 _STOP_S = 10.0
+# Errors of the child's own in a row that are fatal: it ended by itself before it was stable.
 _MAX_CRASHES = 5
-"""Errors of the child's own in a row that are fatal: it ended by itself before it was stable."""
+# Longest probe (`Client.unhealthy_reason`).
 _PROBE_S = 5.0
-"""Longest probe (`Client.unhealthy_reason`)."""
 
 
 class ChildFailed(ServiceError):
@@ -92,13 +92,13 @@ class SupervisedProcess:
         """Id of the child's process group while it runs."""
         self._news = News()
         self._meter: WorkMeter | None = None
+        # Ends in a row, whatever their reason; they lengthen the pause before the next start.
         self._ends = 0
-        """Ends in a row, whatever their reason; they lengthen the pause before the next start."""
         self._failed_starts = 0
         self._own_crashes = 0
         self._up_since = 0.0
+        # Exit status of the last child, if it ended by itself.
         self._status: int | None = None
-        """Exit status of the last child, if it ended by itself."""
         self._restart_reason: str | None = None
 
     def work(self) -> int:
@@ -122,7 +122,7 @@ class SupervisedProcess:
             output = ChildOutput(
                 self._log_file,
                 self._show,
-                on_data=self._take_news,
+                on_data=lambda data: self._news.feed(data.decode("utf-8", "replace")),
                 on_loss=log.error,
                 redacted=True,  # SGLang logs its arguments, including the key
             )
@@ -151,9 +151,6 @@ class SupervisedProcess:
 
             backoff_s = self._timing.first_backoff_s * 2 ** max(0, self._ends - 1)
             await asyncio.sleep(min(self._timing.max_backoff_s, backoff_s))
-
-    def _take_news(self, data: bytes) -> None:
-        self._news.feed(data.decode("utf-8", "replace"))
 
     async def _run_once(self, output: ChildOutput) -> str:
         """Runs the child once. Returns why it ended."""

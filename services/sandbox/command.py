@@ -97,16 +97,10 @@ class Interpreter:
     executable: str
     folders: tuple[str, ...]
     """Folders outside `/usr` that the interpreter needs."""
-    packages: bool
-    """Whether programs may import its installed packages: only if the operator named the
-    interpreter."""
+    options: tuple[str, ...]
+    """Its options for programs."""
     modules: frozenset[str]
     """Names of the modules that programs may import."""
-
-    @property
-    def options(self) -> list[str]:
-        """Its options for programs."""
-        return ["-I", "-B"] if self.packages else ["-I", "-B", "-S"]
 
 
 @dataclass(frozen=True)
@@ -160,7 +154,8 @@ def interpreters(named: str) -> list[Interpreter]:
 
 def _inspect(path: str, packages: bool) -> Interpreter | None:
     """Returns the interpreter at a path; None when it does not run or is too old."""
-    options = Interpreter(path, (), packages, frozenset()).options
+    # Only of an interpreter that the operator named may programs import the installed packages.
+    options = ("-I", "-B") if packages else ("-I", "-B", "-S")
     try:
         done = subprocess.run(
             [path, *options, "-c", _INSPECTION],
@@ -177,14 +172,14 @@ def _inspect(path: str, packages: bool) -> Interpreter | None:
     needed = {*map(Path, prefixes), Path(path).resolve().parent.parent} - {Path("/")}
     outside = [folder for folder in needed if not any(map(folder.is_relative_to, SYSTEM))]
     folders = tuple(sorted(map(str, outside)))
-    return Interpreter(path, folders, packages, frozenset(modules))
+    return Interpreter(path, folders, options, frozenset(modules))
 
 
-def bwrap_command(
-    bwrap: str, python: Interpreter, variant: Variant, *, filter_fd: int, tests: bool
-) -> list[str]:
-    """Returns the command line of a sandbox; docs/how-to/rewards.md explains its parts."""
-    words = [bwrap, *_OPTIONS.split()]
+def bwrap_options(python: Interpreter, variant: Variant, filter_fd: int) -> list[str]:
+    """Returns bubblewrap's options, before the command that runs inside; docs/how-to/rewards.md
+    explains them.
+    """
+    words = _OPTIONS.split()
     if variant.disable_userns:
         words.append("--disable-userns")
     for folder in map(Path, SYSTEM):
@@ -197,7 +192,7 @@ def bwrap_command(
     if variant.proc:
         words += ["--proc", "/proc"]
     words += ["--dev", "/dev", "--remount-ro", "/dev", "--remount-ro", "/", "--chdir", "/"]
-    return [*words, "--seccomp", str(filter_fd), "--", *inside_command(python, tests)]
+    return [*words, "--seccomp", str(filter_fd), "--"]
 
 
 def inside_command(python: Interpreter, tests: bool) -> list[str]:
@@ -222,22 +217,27 @@ def base_filter(internet: bool = False) -> bytes:
     def equals(argument: int, value: int, mask: int = 0xFFFFFFFF) -> Any:
         return seccomp.Arg(argument, seccomp.MASKED_EQ, mask, value)
 
-    rules: list[_Rule] = [(name, None) for name in _FORBIDDEN.split()]
-    flags = [1 << bit for bit in range(32) if _CLONE_NEW >> bit & 1]
-    rules += [("clone", equals(0, flag, mask=flag)) for flag in flags]
+    sockets: list[_Rule] = [("socket", seccomp.Arg(0, seccomp.NE, _AF_UNIX))]
     if internet:
         allowed = (_AF_UNIX, socket.AF_INET, socket.AF_INET6)
         denied = [family for family in range(max(allowed)) if family not in allowed]
-        rules += [("socket", equals(0, family)) for family in denied]
-        rules.append(("socket", seccomp.Arg(0, seccomp.GT, max(allowed))))
-        rules.append(("memfd_create", None))
-    else:
-        rules.append(("socket", seccomp.Arg(0, seccomp.NE, _AF_UNIX)))
-    rules += [("setsockopt", equals(2, option)) for option in _BUFFER_SIZES]
-    rules.append(("fcntl", equals(1, _F_SETPIPE_SZ)))
-    rules += [("ioctl", equals(1, request)) for request in _TERMINAL_INPUT]
-    rules.append((_MISSING, None))
-    return _compile(rules)
+        sockets = [
+            *(("socket", equals(0, family)) for family in denied),
+            ("socket", seccomp.Arg(0, seccomp.GT, max(allowed))),
+            ("memfd_create", None),
+        ]
+    flags = [1 << bit for bit in range(32) if _CLONE_NEW >> bit & 1]
+    return _compile(
+        [
+            *((name, None) for name in _FORBIDDEN.split()),
+            *(("clone", equals(0, flag, mask=flag)) for flag in flags),
+            *sockets,
+            *(("setsockopt", equals(2, option)) for option in _BUFFER_SIZES),
+            ("fcntl", equals(1, _F_SETPIPE_SZ)),
+            *(("ioctl", equals(1, request)) for request in _TERMINAL_INPUT),
+            (_MISSING, None),
+        ]
+    )
 
 
 @cache
@@ -246,10 +246,13 @@ def threads_only_filter() -> bytes:
     limits of another process. Raises ConfigError like `base_filter`.
     """
     seccomp = _seccomp()
-    rules: list[_Rule] = [(name, None) for name in _FORBIDDEN_TO_PROGRAMS.split()]
-    rules.append(("clone", seccomp.Arg(0, seccomp.MASKED_EQ, _CLONE_THREAD, 0)))
-    rules.append(("prlimit64", seccomp.Arg(0, seccomp.NE, 0)))
-    return _compile(rules)
+    return _compile(
+        [
+            *((name, None) for name in _FORBIDDEN_TO_PROGRAMS.split()),
+            ("clone", seccomp.Arg(0, seccomp.MASKED_EQ, _CLONE_THREAD, 0)),
+            ("prlimit64", seccomp.Arg(0, seccomp.NE, 0)),
+        ]
+    )
 
 
 def _seccomp() -> Any:
@@ -279,7 +282,7 @@ def _compile(rules: list[_Rule]) -> bytes:
                 ) from None
 
     reader, writer = os.pipe()
-    with os.fdopen(reader, "rb") as source, os.fdopen(writer, "wb") as target:
-        syscalls.export_bpf(target)  # a few kilobytes, which fit into a pipe
-        target.close()
+    with os.fdopen(reader, "rb") as source:
+        with os.fdopen(writer, "wb") as target:
+            syscalls.export_bpf(target)  # a few kilobytes, which fit into a pipe
         return source.read()

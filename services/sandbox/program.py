@@ -136,19 +136,14 @@ class Program:
     def _error(self, error: BaseException) -> list[Any]:
         """Returns an exception's class, arguments, attributes and text."""
         args = [encoded(arg) for arg in error.args if type(arg) in _PLAIN]
-        attributes = {}
-        for name, value in vars(error).items():
-            if type(value) in _PLAIN:
-                attributes[name] = encoded(value)
+        plain = {name: value for name, value in vars(error).items() if type(value) in _PLAIN}
+        attributes = {name: encoded(value) for name, value in plain.items()}
         return [self._encoded(type(error)), args, attributes, str(error)]
 
     def _act(self, action: str, arguments: str) -> list[Any]:
         """Performs an action; the reply has its value, and the arguments that it changed."""
         args, kwargs = self._loads(arguments)
-        before: dict[int, Any] = {}
-        for i, arg in enumerate(args):
-            if is_mutable(arg):
-                before[i] = self._encoded(arg)
+        before = {i: self._encoded(arg) for i, arg in enumerate(args) if is_mutable(arg)}
 
         value = ACTIONS[action](*args, **kwargs)
         changed = []
@@ -185,8 +180,13 @@ class Program:
             return ["coroutine", id(value)]
         if isinstance(value, type) and issubclass(value, BaseException):
             bases = [base for base in value.__bases__ if issubclass(base, BaseException)]
-            encoded_bases = [self._encoded(base) for base in bases]
-            return ["exception", id(value), value.__module__, value.__name__, encoded_bases]
+            return [
+                "exception",
+                id(value),
+                value.__module__,
+                value.__name__,
+                [self._encoded(base) for base in bases],
+            ]
         converts = any(hasattr(type(value), name) for name in ("tolist", "__index__", "__float__"))
         has_plain_value = converts or isinstance(value, _PLAIN)
         plain = [encoded(value)] if has_plain_value else []

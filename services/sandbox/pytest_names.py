@@ -130,8 +130,9 @@ def fixture(
         function.choices = []
         for value in params:
             choice = value[0] if isinstance(value, param) else value
-            request = types.SimpleNamespace(param=choice)
-            function.choices.append({f"{function.fixture_name}.request": request})
+            function.choices.append(
+                {f"{function.fixture_name}.request": types.SimpleNamespace(param=choice)}
+            )
         return function
 
     return marked if function is None else marked(function)

@@ -83,8 +83,11 @@ def parse_test(text: str, where: str, entry_point: str = "") -> Case:
         _refuse_idle(tree, tests)
     except _Refused as refused:
         raise InvalidInput(str(refused), field=where, value=text, remedy=refused.remedy) from None
-    test = {"text": text, "tests": tests, "entry_point": entry_point}
-    return Case({"kind": "code"}, test=test, imports=_imports(tree))
+    return Case(
+        {"kind": "code"},
+        test={"text": text, "tests": tests, "entry_point": entry_point},
+        imports=_imports(tree),
+    )
 
 
 # A single comparison

@@ -146,7 +146,7 @@ class _Solution(types.ModuleType):
         if name in self._names.stand_ins:
             return self
         if name in self._names.members:
-            return self._test.missing(name)
+            return _Missing(name, self._test.end)
         raise AttributeError(name)
 
 
@@ -164,7 +164,7 @@ class _Pickler(pickle.Pickler):
     def persistent_id(self, value: Any) -> Any:
         kind = type(value)
         if kind is Remote:
-            return "object", _key(value)
+            return "object", value._Remote__key
         is_function_of_test = getattr(value, "__module__", None) == _TEST and callable(value)
         # A method such as `seen.append`: a copy of it would change a copy of the list.
         is_bound = kind is types.BuiltinMethodType and is_mutable(value.__self__)
@@ -192,7 +192,7 @@ class Test:
         # Bytes of one message of the program.
         self._limit = limit
         # Ends this process with a status and its reason.
-        self._end = end
+        self.end = end
         self._lock = threading.RLock()
         self._remotes: dict[int, Any] = {}
         self._exceptions: dict[int, Any] = {}
@@ -234,13 +234,18 @@ class Test:
         found = self.globals_of_program(names.asked)
         sys.modules[PROGRAM] = _Solution(self, names, found)
         module = types.ModuleType(_TEST)
-        module.__dict__.update({name: self.missing(name) for name in names.needed})
-        module.__dict__.update(found)
-        module.__dict__.update(names.library, __file__="/test_solution.py")
-        module.__dict__[_CHECKED] = checks.count_one
-        module.__dict__[_CAUGHT] = lambda: self._caught(sys.exc_info()[1])
-        module.__dict__[_SAME] = same
-        module.__dict__[_TYPE] = _type_of
+        module.__dict__.update(
+            {
+                **{name: _Missing(name, self.end) for name in names.needed},
+                **found,
+                **names.library,
+                "__file__": "/test_solution.py",
+                _CHECKED: checks.count_one,
+                _CAUGHT: lambda: self._caught(sys.exc_info()[1]),
+                _SAME: same,
+                _TYPE: _type_of,
+            }
+        )
         sys.modules[_TEST] = module
         try:
             exec(compile(tree, "<test>", "exec"), module.__dict__)  # noqa: S102
@@ -263,11 +268,7 @@ class Test:
     def _caught(self, error: BaseException | None) -> None:
         """Ends the test when what it catches is a check of its own that has failed."""
         if isinstance(error, AssertionError) and _TEXT not in vars(error):
-            self._end("error", f"AssertionError: {error}"[:200])
-
-    def missing(self, name: str) -> Any:
-        """Returns what stands for a name that the program does not define."""
-        return _Missing(name, self._end)
+            self.end("error", f"AssertionError: {error}"[:200])
 
     def globals_of_program(self, asked: set[str]) -> dict[str, Any]:
         """Returns what the program binds to these names."""
@@ -329,7 +330,7 @@ class Test:
 
     async def _awaitable(self, key: int) -> Any:
         """Awaits a coroutine of the program, in the program's process."""
-        return self.do("await", Remote(self, key, _ABSENT))
+        return self.do("await", Remote(self, key))
 
     def _request(self, message: Any, result: Callable[..., Any], may_stop: bool = False) -> Any:
         """Sends a request and returns the `result` of its reply, or raises what the program raised.
@@ -345,9 +346,9 @@ class Test:
             while raised is None:
                 line = self._in.readline(self._limit + 1)
                 if len(line) > self._limit:
-                    self._end("output", f"a value takes more than {self._limit} bytes")
+                    self.end("output", f"a value takes more than {self._limit} bytes")
                 if not line.endswith(b"\n"):
-                    self._end("died", "the program has ended")
+                    self.end("died", "the program has ended")
                 try:
                     kind, *content = json.loads(line)
                     if kind == "ok":
@@ -357,7 +358,7 @@ class Test:
                     else:
                         self._send(["answer", self._dumps(self._asked(*content))])
                 except Exception as error:
-                    self._end("died", f"the program sent what is no answer: {error!r:.80}")
+                    self.end("died", f"the program sent what is no answer: {error!r:.80}")
             raise raised
 
     def _send(self, message: Any) -> None:
@@ -365,7 +366,7 @@ class Test:
             self._out.write(json.dumps(message).encode() + b"\n")
             self._out.flush()
         except OSError:
-            self._end("died", "the program has ended")
+            self.end("died", "the program has ended")
 
     def _error(
         self, kind: Any, args: list[Any], attributes: Any, text: Any, *, may_stop: bool
@@ -416,7 +417,7 @@ class Test:
             return value, None
         except AssertionError as error:
             # A program that catches it would hide that the test has failed.
-            self._end("error", f"AssertionError: {error}"[:200])
+            self.end("error", f"AssertionError: {error}"[:200])
         except Exception as error:
             return None, error
 
@@ -443,7 +444,7 @@ class Test:
             return self._exception(int(key), *content)
         if kind != "object":
             raise ValueError(f"there is no such kind: {kind}")
-        remote = self._remotes.setdefault(int(key), Remote(self, int(key), _ABSENT))
+        remote = self._remotes.setdefault(int(key), Remote(self, int(key)))
         plain, is_generator = content
         if is_generator:
             self.generators.add(int(key))
@@ -504,17 +505,18 @@ _CHANGES = frozenset((
 class Remote:
     """An object of the program, in the test's process."""
 
+    # Its key in the program's process, and its plain value, which is `_ABSENT` if it has none.
     __slots__ = ("_Remote__key", "_Remote__plain", "_Remote__test")
 
-    def __init__(self, test: Test, key: int, plain: Any) -> None:
+    def __init__(self, test: Test, key: int) -> None:
         # Attributes of a Remote are the program's, so its own are set behind its back.
         object.__setattr__(self, "_Remote__test", test)
         object.__setattr__(self, "_Remote__key", key)
-        object.__setattr__(self, "_Remote__plain", plain)
+        object.__setattr__(self, "_Remote__plain", _ABSENT)
 
     @property  # type: ignore[misc]
     def __class__(self) -> Any:  # so that an int of the program is an instance of int
-        if _key(self) in _test(self).generators:
+        if self.__key in self.__test.generators:
             return types.GeneratorType
         plain = _plain(self)
         return Remote if plain is _ABSENT else type(plain)
@@ -530,7 +532,7 @@ class Remote:
         return _do("getattr", self, name)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return _test(self).do("call", self, *args, **kwargs)
+        return self.__test.do("call", self, *args, **kwargs)
 
     def __exit__(self, *_: object) -> None:
         _do("exit", self)
@@ -542,24 +544,18 @@ class Remote:
         return _do("deepcopy", self)
 
 
-def _key(remote: Any) -> int:
-    """Returns the object's key in the program's process."""
-    key: int = object.__getattribute__(remote, "_Remote__key")
-    return key
-
-
 def _plain(value: Any) -> Any:
     """Returns the plain value of an object, such as one of a subclass of int or list; `_ABSENT` for
     any other.
     """
     if type(value) is not Remote:
         return value
-    plain = object.__getattribute__(value, "_Remote__plain")
+    plain = value._Remote__plain
     if not is_mutable(plain) and type(plain) is not bytes:  # a bytearray arrives as bytes
         return plain
     # It may have changed since. Decoding a reference updates its plain value.
     now = _do("itself", value)
-    return object.__getattribute__(value, "_Remote__plain") if now is value else now
+    return value._Remote__plain if now is value else now
 
 
 def _is_plain(value: Any) -> bool:
@@ -580,13 +576,8 @@ def _type_of(value: Any) -> Any:
     return _do("type", value) if type(itself) is Remote else type(itself)
 
 
-def _test(remote: Any) -> Test:
-    test: Test = object.__getattribute__(remote, "_Remote__test")
-    return test
-
-
 def _do(action: str, remote: Any, *args: Any) -> Any:
-    return _test(remote).do(action, remote, *args)
+    return remote._Remote__test.do(action, remote, *args)
 
 
 # The special methods of Remote: Python looks them up in the class, so all of them must exist.
@@ -597,20 +588,24 @@ def _special(run: Callable[..., Any], action: str, *, reflected: bool = False) -
 
     def method(self: Any, *args: Any) -> Any:
         arguments = (*args, self) if reflected else (self, *args)
-        return run(_test(self), action, *arguments)
+        return run(self._Remote__test, action, *arguments)
 
     return method
 
 
-for _action in BINARY + COMPARED + UNARY:
-    setattr(Remote, f"__{_action.rstrip('_')}__", _special(Test.operate, _action))
 for _action in BINARY:
     reflected_name = f"__r{_action.rstrip('_')}__"
     setattr(Remote, reflected_name, _special(Test.operate, _action, reflected=True))
-for _action in ("next", "setitem", "delitem", "enter", "copy", "setattr", "delattr"):
-    setattr(Remote, f"__{_action}__", _special(Test.do, _action))
-for _action in ("len", "iter", "bool", "str", "repr", "format", "contains", "getitem", "hash"):
-    setattr(Remote, f"__{_action}__", _special(Test.query, _action))
-for _action in ("int", "float", "complex", "bytes", "round"):
-    setattr(Remote, f"__{_action}__", _special(Test.convert, _action))
+_ACTIONS_BY_WAY: tuple[tuple[Callable[..., Any], tuple[str, ...]], ...] = (
+    (Test.operate, BINARY + COMPARED + UNARY),
+    (Test.do, ("next", "setitem", "delitem", "enter", "copy", "setattr", "delattr")),
+    (
+        Test.query,
+        ("len", "iter", "bool", "str", "repr", "format", "contains", "getitem", "hash"),
+    ),
+    (Test.convert, ("int", "float", "complex", "bytes", "round")),
+)
+for _run, _actions in _ACTIONS_BY_WAY:
+    for _action in _actions:
+        setattr(Remote, f"__{_action.rstrip('_')}__", _special(_run, _action))
 Remote.__index__ = _special(Test.convert, "int")  # type: ignore[attr-defined]

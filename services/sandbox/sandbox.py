@@ -24,7 +24,7 @@ from services.sandbox.command import (
     VARIANTS,
     Interpreter,
     base_filter,
-    bwrap_command,
+    bwrap_options,
     find_bwrap,
     inside_command,
     interpreters,
@@ -249,28 +249,20 @@ class Sandbox:
             # The kernel counts processes per user and exempts root from the limit.
             user = _FIRST_UID + slot
 
+        command = inside_command(self._python, has_tests)
         filter_fd, writer = os.pipe()
-        with os.fdopen(filter_fd, "rb"), os.fdopen(writer, "wb") as target:
-            target.write(self._filter)  # fits into a pipe
-            target.close()
-            if self.kind == "none":
-                command = inside_command(self._python, has_tests)
-                inherited_fds: tuple[int, ...] = ()
-            else:
-                command = bwrap_command(
-                    self._bwrap,
-                    self._python,
-                    self._variant,
-                    filter_fd=filter_fd,
-                    tests=has_tests,
-                )
-                inherited_fds = (filter_fd,)
+        with os.fdopen(filter_fd, "rb"):
+            with os.fdopen(writer, "wb") as target:
+                target.write(self._filter)  # fits into a pipe
+            if self.kind == "bubblewrap":
+                options = bwrap_options(self._python, self._variant, filter_fd)
+                command = [self._bwrap, *options, *command]
             return subprocess.Popen(
                 command,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
-                pass_fds=inherited_fds,
+                pass_fds=(filter_fd,),
                 # Not this process's: programs may read /proc/1/environ.
                 env={"PATH": os.defpath, "LANG": "C.UTF-8"},
                 cwd="/",

@@ -64,12 +64,12 @@ def test_a_crash_and_a_hang_are_failed_lines_and_the_others_go_on() -> None:
 
 
 def test_values_of_secret_variables_are_hidden() -> None:
-    redactors = [
-        SecretRedactor({"HF_TOKEN": "hf_abcdefg", "MODEL_NAME": "model", "API_TOKEN": ""}),
-        SecretRedactor({"API_TOKEN": "0123456789"}),
-    ]
+    redactor = SecretRedactor(
+        {"HF_TOKEN": "hf_abcdefg", "MODEL_NAME": "model", "API_TOKEN": ""},
+        {"API_TOKEN": "0123456789"},
+    )
     told = Result("x", "fail", "hf_abcdefg of model", "not hf_abcdefg, 0123456789").redacted(
-        redactors
+        redactor
     )
     assert told == Result("x", "fail", "[secret] of model", "not [secret], [secret]")
 

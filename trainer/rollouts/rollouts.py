@@ -29,8 +29,8 @@ from trainer.rollouts.start import set_back, total_steps
 
 log = logging.getLogger(__name__)
 _SAY_EVERY_S = 30.0
+# The caller of `free_slots` waits at most so long for the next requests.
 _SEND_S = 0.02
-"""The caller of `free_slots` waits at most so long for the next requests."""
 
 
 class Rollouts:

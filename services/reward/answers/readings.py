@@ -398,8 +398,6 @@ def _several(part: Tokens, read_part: ReadPart) -> Reading | None:
         return None
     variants = chain.from_iterable(map(_variants, pieces))
     items = list(map(read_part, variants))
-    if any(isinstance(item, Untrue) for item in items):
-        return Untrue()
     if separators and 0 < sum(isinstance(item, Words) for item in items) < len(items):
         raise NotUnderstood
     return _joined(items, separators)

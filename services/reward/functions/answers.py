@@ -157,8 +157,9 @@ class MathRewardFunction(DetailedRewardFunction):
 
     def __init__(self, workers: int = 2, timeout_s: float = 1.0) -> None:
         try:
-            entry = MathReward(timeout_s=timeout_s)
-            self._config = RewardSection(workers=workers, functions=[entry])
+            self._config = RewardSection(
+                workers=workers, functions=[MathReward(timeout_s=timeout_s)]
+            )
         except ValueError as error:
             raise ConfigError(
                 str(error), field="workers, timeout_s", remedy="see RewardSection, MathReward"

@@ -115,8 +115,9 @@ class JudgeRewardFunction(DetailedRewardFunction):
         self._retries = max(0, retries)
         self._max_tokens = max_tokens
 
-        limits = httpx.Limits(max_connections=concurrency)
-        self._http = httpx.Client(timeout=timeout_s, limits=limits)
+        self._http = httpx.Client(
+            timeout=timeout_s, limits=httpx.Limits(max_connections=concurrency)
+        )
         weakref.finalize(self, self._http.close)
         self._threads = DaemonThreads(concurrency, "judge")
 
@@ -126,8 +127,7 @@ class JudgeRewardFunction(DetailedRewardFunction):
         """
         prompts = column(kwargs, "prompt", len(completions), self.name)
         golds = kwargs.get("ground_truth") or [None] * len(completions)
-        texts = map(text_of, completions)
-        return self._threads.map(self._score, prompts, golds, texts)
+        return self._threads.map(self._score, prompts, golds, map(text_of, completions))
 
     def _score(self, prompt: Any, gold: str | None, response: str) -> Score:
         body = {

@@ -83,9 +83,11 @@ class PlainFunction(DetailedRewardFunction):
             available.setdefault("answer", kwargs["ground_truth"])
         extra: Columns = {}
         if self._log is not None:
-            available["trainer_state"] = self._log.state
-            available["log_metric"] = self._log.log_metric
-            available["log_extra"] = extra.__setitem__
+            available |= {
+                "trainer_state": self._log.state,
+                "log_metric": self._log.log_metric,
+                "log_extra": extra.__setitem__,
+            }
 
         values = self._function(**self._accepted(available))
         if inspect.isawaitable(values):
@@ -117,9 +119,10 @@ class PlainFunction(DetailedRewardFunction):
         return Score(None, "inapplicable") if value is None else super()._score_of(value)
 
     def _rows(self, prompts: list[Any], completions: list[Any], extra: Columns) -> list[Json]:
-        rows: list[Json] = []
-        for prompt, completion in zip(prompts, completions, strict=True):
-            rows.append({"function": self.name, "prompt": prompt, "completion": completion})
+        rows: list[Json] = [
+            {"function": self.name, "prompt": prompt, "completion": completion}
+            for prompt, completion in zip(prompts, completions, strict=True)
+        ]
         for name, given in extra.items():
             values = list(given)
             if len(values) != len(completions):

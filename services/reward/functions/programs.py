@@ -94,8 +94,9 @@ class CodeRewardFunction(DetailedRewardFunction):
         check_positive(
             timeout_s=timeout_s, slots=self.slots, memory_mb=memory_mb, output_kb=output_kb
         )
-        limits = Limits(timeout_s, memory_mb, output_kb)
-        self._sandbox = Sandbox(limits, self.slots, sandbox, python=python)
+        self._sandbox = Sandbox(
+            Limits(timeout_s, memory_mb, output_kb), self.slots, sandbox, python=python
+        )
         self._threads = DaemonThreads(self.slots, "sandbox")
 
     def scores(self, completions: Completions, **kwargs: Any) -> Scores:
@@ -104,9 +105,10 @@ class CodeRewardFunction(DetailedRewardFunction):
         """
         columns = column(kwargs, "test_cases", len(completions), self.name)
         entry_points = kwargs.get("entry_point") or [""] * len(completions)
-        cases = []
-        for i, (content, entry_point) in enumerate(zip(columns, entry_points, strict=True)):
-            cases.append(self.cases(content, f"test_cases[{i}]", str(entry_point or "")))
+        cases = [
+            self.cases(content, f"test_cases[{i}]", str(entry_point or ""))
+            for i, (content, entry_point) in enumerate(zip(columns, entry_points, strict=True))
+        ]
         return self._threads.map(self._score, map(text_of, completions), cases)
 
     def cases(

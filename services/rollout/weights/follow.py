@@ -32,14 +32,14 @@ from services.rollout.weights.trainer_client import TrainerClient, WeightId, Wei
 
 log = logging.getLogger(__name__)
 _POLL_S = 20.0
+# Shorter when engine and trainer share GPUs, because a restarted trainer needs them soon.
 _SHARED_GPU_POLL_S = 5.0
-"""Shorter when engine and trainer share GPUs, because a restarted trainer needs them soon."""
+# Consecutive interrupted downloads, each right after a response from the trainer, that make the
+# node stale.
 _LOST_BEFORE_STALE = 3
-"""Consecutive interrupted downloads, each right after a response from the trainer, that make the
-node stale."""
 _SAY_AFTER_S = 0.5
+# One answer about files that are being written.
 _FILES_S = 30.0
-"""One answer about files that are being written."""
 
 
 class WeightFollower:
@@ -86,15 +86,15 @@ class WeightFollower:
         answering."""
         self._process_id = secrets.token_hex(4)
         self._failed_broadcasts = 0
+        # Interrupted downloads in a row.
         self._lost_downloads = 0
-        """Interrupted downloads in a row."""
         self._loading: asyncio.Task[str] | None = None
+        # Whether the engine may hold part of a version.
         self._partial = False
-        """Whether the engine may hold part of a version."""
 
+        # The kinds of memory that the engine releases for the trainer; none: it has GPUs of its
+        # own.
         self._shared_memory = released_memory(config)
-        """The kinds of memory that the engine releases for the trainer; none: it has GPUs of its
-        own."""
         self._poll_s = _SHARED_GPU_POLL_S if self._shared_memory else _POLL_S
         self._gpus_free = asyncio.Event()
         self._waits_for_gpus = False
@@ -404,15 +404,21 @@ class WeightFollower:
             self._failed(wanted, "download", error)
         else:
             self._state.updating = False
-            reason = f"{type(error).__name__} {error}"
-            log.warning("download of weights %d was cut short: %s", wanted.version, reason)
+            log.warning(
+                "download of weights %d was cut short: %s",
+                wanted.version,
+                f"{type(error).__name__} {error}",
+            )
 
     def _failed(self, wanted: WeightId, stage: str, error: Exception) -> None:
         reason = f"{stage} of weights {wanted.version} failed: {type(error).__name__} {error}"
         self._updates.labels("failed").inc()
         self._state.update_failed(reason, engine_failed=stage == "load")
-        facts = logs.event("node_stale", problem=problem_of(error))
-        log.error("this node is stale and receives no traffic: %s", reason, extra=facts)
+        log.error(
+            "this node is stale and receives no traffic: %s",
+            reason,
+            extra=logs.event("node_stale", problem=problem_of(error)),
+        )
         if stage == "load":
             self.refused = wanted
         # An engine that went on would serve a mixture of two versions, or nothing at all.

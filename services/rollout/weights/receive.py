@@ -14,8 +14,8 @@ from services.rollout.weights.trainer_client import TrainerClient
 log = logging.getLogger(__name__)
 _POLL_S = 2.0
 _CLEAN_UP_S = 5.0
+# The caller of `receive` ends it when `received` does not grow.
 _UNBOUNDED = math.inf
-"""The caller of `receive` ends it when `received` does not grow."""
 
 
 class BroadcastWithdrawn(ServiceError):
@@ -92,10 +92,12 @@ class BroadcastReceiver:
 
         last = len(broadcast.buckets) - 1
         for index, bucket in enumerate(broadcast.buckets):
-            body = bucket.model_dump()
-            body["group_name"] = broadcast.group
-            body["load_format"] = "flattened_bucket"
-            body["flush_cache"] = index == last
+            body = {
+                **bucket.model_dump(),
+                "group_name": broadcast.group,
+                "load_format": "flattened_bucket",
+                "flush_cache": index == last,
+            }
             if index == last:
                 body["weight_version"] = str(version)
             await self._api.control("/update_weights_from_distributed", body, _UNBOUNDED)

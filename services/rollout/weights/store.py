@@ -53,8 +53,8 @@ class WeightStore:
         """How far the version is that was fetched last."""
         self._trainer = trainer
         self._fetched: WeightId | None = None
+        # The newest last.
         self._stored: list[tuple[WeightManifest, Path]] = []
-        """The newest last."""
         self._held: Path | None = None
 
     def hold(self, path: Path | None) -> bool:

@@ -22,8 +22,8 @@ from common.wire.schemas import (
     WorkerReport,
 )
 
+# Seconds without a byte after which a connection is given up.
 _READ_S = 30.0
-"""Seconds without a byte after which a connection is given up."""
 
 
 @dataclass(frozen=True)
@@ -102,11 +102,13 @@ async def write_file(
             stream.write(chunk)
             download.at(size)
     if size != file.size:
-        reason = f"the size differs from the manifest's {file.size} bytes"
-        raise CorruptWeights(reason, field=file.name, value=size)
+        raise CorruptWeights(
+            f"the size differs from the manifest's {file.size} bytes", field=file.name, value=size
+        )
     if digest.hexdigest() != file.xxh3:
-        reason = "the checksum does not match the manifest"
-        raise CorruptWeights(reason, field=file.name, value=digest.hexdigest())
+        raise CorruptWeights(
+            "the checksum does not match the manifest", field=file.name, value=digest.hexdigest()
+        )
 
 
 class TrainerClient(Client):
@@ -166,9 +168,12 @@ class TrainerClient(Client):
         """Verifies the checksums of a received broadcast. Raises ServiceError (409) when they
         differ.
         """
-        path = f"/weights/{version}/verify"
         return await self.json(
-            "POST", path, WeightVerdict, json=sums.model_dump(), deadline_s=deadline_s
+            "POST",
+            f"/weights/{version}/verify",
+            WeightVerdict,
+            json=sums.model_dump(),
+            deadline_s=deadline_s,
         )
 
     async def download(
@@ -183,9 +188,15 @@ class TrainerClient(Client):
         timeout = httpx.Timeout(_READ_S, connect=10, pool=None)
         async with self.http.stream("GET", path, timeout=timeout) as response:
             if response.status_code in (404, 410):
-                reason = "the trainer does not have this file any more"
-                raise WeightsGone(reason, field="name", value=f"{version}/{file.name}")
+                raise WeightsGone(
+                    "the trainer does not have this file any more",
+                    field="name",
+                    value=f"{version}/{file.name}",
+                )
             if not response.is_success:
-                reason = f"HTTP {response.status_code} for a weight file"
-                raise CorruptWeights(reason, field="name", value=f"{version}/{file.name}")
+                raise CorruptWeights(
+                    f"HTTP {response.status_code} for a weight file",
+                    field="name",
+                    value=f"{version}/{file.name}",
+                )
             await write_file(response.aiter_raw(), file, target, download)

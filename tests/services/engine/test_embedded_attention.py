@@ -28,8 +28,8 @@ from transformers import (
 )
 
 from common.errors import ConfigError
-from learning.attention import additive
 from services.engine.attention import _by_products, _fused, replace_attention
+from services.engine.cache import additive
 from services.engine.engine import Engine
 from services.engine.jobs import GenerationJob, SamplingParams
 from services.engine.model import Model

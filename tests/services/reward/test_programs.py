@@ -493,14 +493,12 @@ def test_without_bubblewrap_code_is_refused_with_the_remedy(
 
 @pytest.mark.usefixtures("code")
 def test_leaky_sandbox_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = command.bwrap_command
+    whole = command.bwrap_options
 
-    def leaky(*arguments: Any, **options: Any) -> list[str]:
-        words = whole(*arguments, **options)
-        words[words.index("--proc") if "--proc" in words else 1 : 0] = ["--ro-bind", "/etc", "/etc"]
-        return words
+    def leaky(*arguments: Any) -> list[str]:
+        return ["--ro-bind", "/etc", "/etc", *whole(*arguments)]
 
-    monkeypatch.setattr(sandbox, "bwrap_command", leaky)
+    monkeypatch.setattr(sandbox, "bwrap_options", leaky)
     with pytest.raises(ConfigError, match="not contained: host_files") as caught:
         CodeRewardFunction()
     assert "set its `sandbox` to none" in str(caught.value.remedy)
@@ -548,21 +546,17 @@ def test_sandbox_contains_without_features_that_some_machines_lack(
 def test_sandbox_that_fails_now_and_then_is_retried_and_never_scores_zero(
     code: CodeRewardFunction, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole, calls = command.bwrap_command, []
+    whole, calls = command.bwrap_options, []
 
-    def failing(*arguments: Any, **options: Any) -> list[str]:
+    def failing(*arguments: Any) -> list[str]:
         calls.append(1)
-        words = whole(*arguments, **options)
-        return (
-            words
-            if len(calls) % 2 == 0
-            else [words[0], "--ro-bind", "/nowhere", "/nowhere", *words[1:]]
-        )
+        words = whole(*arguments)
+        return words if len(calls) % 2 == 0 else ["--ro-bind", "/nowhere", "/nowhere", *words]
 
-    monkeypatch.setattr(sandbox, "bwrap_command", failing)
+    monkeypatch.setattr(sandbox, "bwrap_options", failing)
     cases = [[{"input": "", "output": "1"}]]
     assert code([block("print(1)")], test_cases=cases) == [1.0]
-    monkeypatch.setattr(sandbox, "bwrap_command", lambda *_, **__: ["/usr/bin/false"])
+    monkeypatch.setattr(sandbox, "bwrap_options", lambda *_: ["--version"])
     [score] = code.scores([block("print(1)")], test_cases=cases)
     assert (score.value, score.status) == (None, "error")
     assert score.reason.startswith("it did not start")
