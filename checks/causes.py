@@ -138,8 +138,8 @@ def a_healthy_run(lab: Lab) -> None:
 
 
 def named(name: str, seed: int, directory: Path) -> tuple[str, str, str]:
-    """Trains the run of a cause; returns the name that was expected, the one that was said first,
-    and what was said of it.
+    """Trains the run of a cause; returns the expected name, the name that `rlhf why` put first, and
+    its explanation.
     """
     expected, work = CAUSES[name]
     lab = Lab(name, seed=seed, directory=directory, model=ROOT / ".cache/tiny-base")

@@ -47,7 +47,7 @@ def language_part(config: Any) -> Any:
 
 @dataclass(frozen=True)
 class Kept:
-    """What the files of a model have besides the causal language model that is trained."""
+    """The parts of a model's files that are not trained, such as a vision tower; they are kept."""
 
     config: Any
     """Config of the whole model; its language part is that of the model that is trained."""

@@ -11,7 +11,7 @@ from learning.optimizer import Optimizer
 from learning.sharding import local
 
 Resident = tuple[Sequence[nn.Module], Sequence[Optimizer]]
-"""The models and optimizers that one part of a run keeps on the GPU."""
+"""The models and optimisers that one part of a run keeps on the GPU."""
 
 
 class Parking:

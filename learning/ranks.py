@@ -270,8 +270,8 @@ class Ranks:
         return values
 
     def sum_shares(self, values: Tensor) -> Tensor:
-        """Sums in place what the shares of a batch add to `values`, and returns them: of ranks with
-        the same share, which have the same values, one counts.
+        """Sums `values` over the shares of a batch in place, and returns them. Ranks that hold the
+        same share have the same values; one of them counts.
         """
         # The ranks of a context group have the same rows and numbers: only the first may count.
         if self.rank % self.context_size:

@@ -91,7 +91,7 @@ def build_run(
         config.checkpoint.keep,
         static=lambda: tokenizer_files(run_dir / "model"),
     )
-    # Whether the experience in the replay buffer belongs to this run, from an earlier attempt.
+    # Whether the experience in the replay-buffer belongs to this run, from an earlier attempt.
     attempted = config.checkpoint.resume and checkpoints.directory.is_dir()
     continues = policy.step > 0 or attempted
 

@@ -2,7 +2,7 @@
 
     groups ─► batch ─► logprobs, values ─► advantages ─► update ─► push weights ─► free slots
 
-Rank 0 takes the groups from the replay buffer and sends every rank its rows; every rank computes
+Rank 0 takes the groups from the replay-buffer and sends every rank its rows; every rank computes
 their part of the gradient; rank 0 publishes the weights. A process without torchrun is the only
 rank, rank 0.
 `trainer/run.py` describes the parts of a run, `trainer/rollouts/collector.py` the life of a group.

@@ -2,8 +2,8 @@
 
 | part | what it does | code |
 |---|---|---|
-| `rollouts` | prompts → graded groups in the replay buffer → batches | `trainer/rollouts/` |
-| `policy` | the model, its optimizer and its updates | `trainer/policy/policy.py` |
+| `rollouts` | prompts → graded groups in the replay-buffer → batches | `trainer/rollouts/` |
+| `policy` | the model, its optimiser and its updates | `trainer/policy/policy.py` |
 | `reference` | the model that the KL term compares with | `trainer/policy/reference.py` |
 | `critic` | values and their updates | `trainer/policy/critic.py` |
 | `weights` | publishes the policy's weights to the engines | `trainer/weights/` |

@@ -134,7 +134,7 @@ def different(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> list[st
 
 
 def finite(metrics: UpdateMetrics) -> bool:
-    """Returns whether an update's loss and gradient are, and the gradient is not zero."""
+    """Returns whether an update's loss and gradient are finite, and the gradient is not zero."""
     return math.isfinite(metrics.loss) and 0 < metrics.grad_norm < math.inf
 
 

@@ -179,7 +179,7 @@ class Network(httpx.AsyncBaseTransport):
         timeout: aiohttp.ClientTimeout,
         moved: Callable[[int], None],
     ) -> Any:
-        """Returns aiohttp's call, which is not begun."""
+        """Returns aiohttp's call, which has not begun."""
         if self._session is None:
             self._session = self._open()
         is_large = len(content) >= _PIECES_FROM_BYTES

@@ -51,7 +51,7 @@ _REWARD = 122e6
 
 @dataclass(frozen=True)
 class Traffic:
-    """What a task takes for the answers of a step, in bytes."""
+    """The network traffic and memory of a task for the answers of a step, in bytes."""
 
     received: float
     sent: float
@@ -62,7 +62,7 @@ class Traffic:
 def answer_flow(
     config: Config, tokens: float, ranks: int, engines: float, experts_of_token: int = 0
 ) -> dict[str, Traffic]:
-    """Returns what each task takes for a step with `tokens` tokens of single answers, shared by
+    """Returns the traffic of each task in a step with `tokens` tokens of single answers, shared by
     `ranks` ranks of the trainer; with routing replay, `experts_of_token` experts compute a token.
     """
     json = tokens * (ANSWER + ROUTED * experts_of_token)

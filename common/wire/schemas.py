@@ -88,6 +88,8 @@ class AtMost:
         return value
 
     def _one_by_one(self, value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
+        # pydantic collects an error for every wrong item of a mapping, however many: in parts of
+        # one item the first error ends it, as `fail_fast` does for lists.
         if not isinstance(self._bounded(value), dict) or len(value) <= _FEW:
             return handler(value)
         return {

@@ -50,7 +50,7 @@ def fits(name: str, found: str, needed: float, available: float, fix: str) -> Re
 
 
 def failed(name: str, error: ServiceError) -> Result:
-    """An error of the project, with its remedy as the fix."""
+    """Returns the failed line of an error of this project; its fix is the remedy."""
     found = error.message
     if error.field is not None:
         found += f" · field: {error.field}"

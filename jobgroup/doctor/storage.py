@@ -41,7 +41,7 @@ class Need(NamedTuple):
 
 
 def needs(plan: Plan) -> Iterator[Need]:
-    """Estimates what the tasks here write."""
+    """Estimates how much the tasks of this machine write to each folder."""
     for job in plan.here:
         folder = job.path(job.config.state_dir)
         yield Need(folder, f"{job.name}'s logs", _LOGS * job.num_nodes)

@@ -165,7 +165,7 @@ def _run(
 
 
 def _with_an_interpreter(group: JobGroup, screen: Screen) -> JobGroup:
-    """Returns the group with this Python for the tasks whose folder lacks the YAML's."""
+    """Replaces the Python that the YAML names by this one in tasks whose folder lacks it."""
     names = []
     tasks = []
     for task in group.tasks:

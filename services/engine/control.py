@@ -20,33 +20,33 @@ _RATE_S = 0.5
 
 
 class PauseBody(Body):
-    """`/pause_generation`."""
+    """The body of `/pause_generation`."""
 
     mode: Literal["retract"]
     """The only one of SGLang's modes that this system sends."""
 
 
 class UpdateBody(Body):
-    """`/update_weights_from_disk`."""
+    """The body of `/update_weights_from_disk`."""
 
     model_path: str
     weight_version: str | None = None
 
 
 class UnloadBody(Body):
-    """`/unload_lora_adapter`."""
+    """The body of `/unload_lora_adapter`."""
 
     lora_name: str
 
 
 class LoadBody(UnloadBody):
-    """`/load_lora_adapter`."""
+    """The body of `/load_lora_adapter`."""
 
     lora_path: str
 
 
 class MemoryBody(Body):
-    """`/release_memory_occupation` and `/resume_memory_occupation`."""
+    """The body of `/release_memory_occupation` and `/resume_memory_occupation`."""
 
     tags: Annotated[list[MemoryKind], AtMost(8)] | None = None
     """Unset: all."""

@@ -36,13 +36,13 @@ _JOIN_AGAIN = "POST /init_weights_update_group again, on every rank"
 
 
 class GroupBody(Body):
-    """`/destroy_weights_update_group`."""
+    """The body of `/destroy_weights_update_group`."""
 
     group_name: str = "weight_update_group"
 
 
 class InitBody(GroupBody):
-    """`/init_weights_update_group`."""
+    """The body of `/init_weights_update_group`."""
 
     master_address: str
     master_port: int
@@ -52,7 +52,7 @@ class InitBody(GroupBody):
 
 
 class DistributedBody(GroupBody):
-    """`/update_weights_from_distributed`."""
+    """The body of `/update_weights_from_distributed`."""
 
     names: Annotated[list[str], AtMost(MAX_TENSORS)]
     dtypes: Annotated[list[str], AtMost(MAX_TENSORS)]
@@ -62,7 +62,7 @@ class DistributedBody(GroupBody):
 
 
 class CheckBody(Body):
-    """`/weights_checker`."""
+    """The body of `/weights_checker`."""
 
     action: Literal["checksum"] = "checksum"
 

@@ -76,7 +76,9 @@ class StepGraphs:
 
 
 def round_up(number: int, unit: int, maximum: int) -> int:
-    """Returns the next of unit × 1, 2, 3, 4, 6, 8, 12, …, at most `maximum`."""
+    """Returns the least of unit × 1, 2, 3, 4, 6, 8, 12, … that is not below `number`, at most
+    `maximum`.
+    """
     size = unit
     while size < number:
         size *= 2

@@ -126,7 +126,7 @@ class _Stateless:
     """The environment for tools that are plain functions."""
 
     def reset(self) -> None:
-        """Nothing begins."""
+        """Does nothing: functions have no state."""
 
 
 def _refuse_tool_name(method: Callable[..., Any], method_name: str, name: str) -> None:

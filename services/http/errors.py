@@ -49,7 +49,8 @@ async def _on_validation_error(request: Request, error: Exception) -> JSONRespon
     if first["type"] == "too_long":
         limit = first["ctx"]["max_length"]
         found = first["ctx"]["actual_length"]
-        too_long = TooLarge(f"at most {limit} items", field=where, value=found, remedy="send fewer")
+        message = f"the list has more than {limit} items"
+        too_long = TooLarge(message, field=where, value=found, remedy="send fewer")
         return error_response(too_long, request.scope)
 
     wrong = InvalidInput(

@@ -190,7 +190,7 @@ class Database(SqliteStore):
             self._kept_counts = content
         except OSError as error:
             log.warning(
-                "%s cannot be written, a loss in the log would not be noticed: %s",
+                "%s cannot be written, so that a loss in the log would not be noticed: %s",
                 self._count_path,
                 error,
             )

@@ -171,7 +171,7 @@ def _import_program(tree: ast.Module, bases: set[str]) -> tuple[set[str], set[st
 
 
 def _is_of_program(node: ast.ImportFrom) -> bool:
-    """Whether an import is one of the program: relative, or of what no module has."""
+    """Whether an import is of the program: it is relative, or no installed module has the name."""
     name = str(node.module)
     if node.level:
         return True

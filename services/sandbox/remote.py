@@ -51,7 +51,7 @@ _NAMING = ("__name__", "__qualname__", "__doc__")
 class _Checks(ast.NodeTransformer):
     """Compares arrays strictly, lets no handler of the test hide a failed check, and counts the
     checks that were executed: a program that returns nothing to loop over, or that never calls a
-    function of the test, can keep it from all.
+    function of the test, can keep every check from being executed.
     """
 
     def __init__(self) -> None:

@@ -136,7 +136,7 @@ class Sandbox:
             ) from None
         if size > limit:
             raise InvalidInput(
-                f"what it expects has {size} bytes, over the limit of {limit}",
+                f"the expected value has {size} bytes, over the limit of {limit}",
                 field=where,
                 value=size,
                 remedy="raise `output_kb` of the reward function code",

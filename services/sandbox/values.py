@@ -1,5 +1,5 @@
-"""Encodes a program's values as tagged JSON, for the server. Source for the Python of the sandbox,
-like `inside`.
+"""Encodes a program's values as tagged JSON, for the server. The Python of the sandbox runs this
+file, as it does `inside`.
 """
 
 from __future__ import annotations  # its Python may be older than the server's

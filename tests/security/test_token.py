@@ -182,9 +182,9 @@ async def test_waiting_ends_at_once_when_the_token_is_wrong(secret: str) -> None
     async with Client(
         "thing", "http://x", transport=transport, headers={"authorization": "Bearer of-another-run"}
     ) as client:
-        with pytest.raises(ServiceError, match="thing: the token is wrong") as caught:
+        with pytest.raises(ServiceError) as caught:
             await asyncio.wait_for(wait_healthy([client], 1000), 60)
-    assert caught.value.status == 401
+    assert (caught.value.status, caught.value.code) == (401, "unauthorized")
 
 
 def test_listening_on_all_addresses_without_a_token_is_logged(

@@ -90,6 +90,6 @@ def test_a_disturbed_run_has_the_weights_of_a_calm_one_after_every_step(
 
 
 def test_engines_that_the_run_did_not_start_are_refused(settings: Callable[..., Config]) -> None:
-    with pytest.raises(ConfigError, match="engines that this run starts itself") as caught:
+    with pytest.raises(ConfigError) as caught:
         train_in_process(settings("--reproducible", "true"), quiet(), engine="http://127.0.0.1:9")
     assert caught.value.field == "engine"

@@ -22,7 +22,7 @@ from learning.ranks import Ranks
 from tests.support.batches.groups import save
 from tests.support.paths import ROOT
 from trainer import train_in_process
-from trainer.observe.run_dir import Recorder, append_line, run_ids
+from trainer.observe.run_dir import Recorder, append_line, read_lines
 from trainer.policy import checkpoint
 from trainer.policy.identity import identity
 from trainer.policy.policy import Policy
@@ -232,7 +232,7 @@ def test_lines_that_are_missing_before_a_resume_are_named(
     assert f"{name} lacks 2 of the steps 3 to 4, which the checkpoint has" in said
     assert "evaluations.jsonl lacks step 0" in said
     assert said.count("warning") == 2
-    assert run_ids(tmp_path) == ["first", "second"]
+    assert _run_ids(tmp_path) == ["first", "second"]
 
 
 @pytest.fixture
@@ -287,11 +287,12 @@ def test_a_run_that_is_refused_leaves_every_file_as_it_was(
         } | {path for path in before if "/state/" in path}
     with (
         RunLock(tmp_path / "run", "other"),
-        pytest.raises(ConfigError, match=r"run other .* is using this directory"),
+        pytest.raises(ConfigError) as caught,
     ):
         train_in_process(settings(), Console(quiet=True))
+    assert (caught.value.code, caught.value.field) == ("run_in_use", "trainer.run_dir")
     train_in_process(settings("--trainer.max_steps", "3"), Console(quiet=True))
-    assert len(run_ids(tmp_path / "run")) == 2
+    assert len(_run_ids(tmp_path / "run")) == 2
 
 
 @pytest.mark.integration
@@ -303,7 +304,7 @@ def test_a_removed_replay_store_and_foreign_tokens_are_named(
 ) -> None:
     train_in_process(settings(), Console(quiet=True))
     assert all(
-        line["id"].startswith(run_ids(tmp_path / "run")[0]) for line in groups(tmp_path / "run")
+        line["id"].startswith(_run_ids(tmp_path / "run")[0]) for line in groups(tmp_path / "run")
     )
     shutil.rmtree(tmp_path / "run" / "state" / "replay")
     generate = RolloutClient.generate
@@ -328,3 +329,7 @@ def test_a_removed_replay_store_and_foreign_tokens_are_named(
 def groups(run_dir: Path) -> list[dict[str, Any]]:
     lines = (run_dir / "groups.jsonl").read_text().splitlines()
     return [group for line in lines for group in json.loads(line)["groups"]]
+
+
+def _run_ids(directory: Path) -> list[str]:
+    return [line["run_id"] for line in read_lines(directory / "attempts.jsonl")]

@@ -379,7 +379,7 @@ def _row(
 def _stored_without(field: str, value: object, group: Group) -> ConfigError:
     """Returns the error for a group that lacks what the setting `field` needs."""
     return ConfigError(
-        f"group {group.id} was stored without it",
+        f"group {group.id} was stored without the data that this setting needs",
         field=field,
         value=value,
         remedy="another run stored that group: empty the replay-buffer with POST /clear, or leave "

@@ -281,7 +281,7 @@ class Callbacks(Listener):
 
 
 class CheckpointLinks(TrainerCallback):  # type: ignore[misc]  # transformers has no types
-    """Gives the checkpoints in `directory` the names of transformers."""
+    """Gives the checkpoints in `directory` the names that transformers gives its own."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory

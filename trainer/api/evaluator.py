@@ -234,8 +234,8 @@ def _config(own: Given, settings: Given) -> Config:
 
 
 def _sampling_as_in_training(config: Config) -> Config:
-    """Returns the settings with the bounds of training's sampling for the answers of an
-    evaluation.
+    """Returns the settings; the samples of an evaluation are truncated as those of training
+    (`top_p`, `top_k`, `min_p`).
     """
     sampling = config.sampling
     bounds = EvaluationSection(top_p=sampling.top_p, top_k=sampling.top_k, min_p=sampling.min_p)

@@ -37,7 +37,7 @@ class _OnlyTrlParser:
         raise ConfigError(
             "transformers' HfArgumentParser does not know this class",
             field=owner.__name__,
-            remedy="use TrlParser of this package: parse_args_into_dataclasses, too, is its method",
+            remedy="use TrlParser of this package, which has parse_args_into_dataclasses, too",
         )
 
 
@@ -265,7 +265,7 @@ class GRPOTrainer(WithTransformersNames):
             if plain != self._is_plain:
                 kinds = ("chats", "texts")
                 raise ConfigError(
-                    f"its prompts are {kinds[plain]}, and were {kinds[self._is_plain]}",
+                    f"the prompts are {kinds[plain]}, the earlier ones {kinds[self._is_plain]}",
                     field="train_dataset",
                     remedy="make a new trainer, which renders them in another way",
                 )

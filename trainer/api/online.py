@@ -208,7 +208,7 @@ class OnlineRLTrainer:
     def train_dataset(self, dataset: Any) -> None:
         if self._began:
             raise ConfigError(
-                "a run goes on with the data that it began with",
+                "the data of a run cannot change once it has begun",
                 field="train_dataset",
                 remedy="make a new trainer, with model=trainer.model",
             )

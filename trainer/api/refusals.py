@@ -44,6 +44,7 @@ def with_names(error: _Error, names: Names) -> _Error:
         code=error.code,
         status=error.status,
         request=error.request,
+        about=error.about,
     )
     return changed
 

@@ -284,9 +284,9 @@ class TrainerConfig(ArgumentsOfOneProcess, BaseModel):
 
     @classmethod
     def as_trl(cls, given: Given, was_warned: bool) -> Given:
-        """Returns the arguments with what TRL chooses for those that are not given: here nothing.
+        """Returns the arguments with TRL's defaults for the others; this class has its own.
 
-        `was_warned` says that an earlier call warned about them.
+        `was_warned`: an earlier call warned about these arguments already.
         """
         return given
 

@@ -547,7 +547,7 @@ def translated(
         conflicts = key != name and key in given and given[key] != value
         if conflicts and name != "generation_kwargs":
             error = ConfigError(
-                f"{key} has another value",
+                f"{key} has another value than this sets",
                 field=name,
                 value=shorten(given[name]),
                 remedy=f"leave one of them out: {name} sets {key}",

@@ -162,9 +162,9 @@ def main(argv: list[str] | None = None) -> None:
 def _audit_tinker(directory: Path, words: Sequence[str]) -> int:
     """Executes again what a Tinker server has computed, on as many ranks; returns the status."""
     with waits_told():
-        from trainer.audit.tinker import audit_tinker, recorded_setup  # torch: slow to import
+        from trainer.audit.tinker import audit_tinker, recorded_settings  # torch: slow to import
 
-        setup = recorded_setup(directory)
+        setup = recorded_settings(directory).setup
         if setup.world_size == 1 or _RANK in os.environ:
             return audit_tinker(directory)
     return _run_ranks(setup.world_size, setup.threads, words)

@@ -69,7 +69,8 @@ def certify(run_dir: Path, seed: str, count: int, output: Path, more: Sequence[s
 
     Args:
         run_dir: directory of the run, whose newest checkpoint is what is published.
-        seed: from whoever wants to know: to a seed that was known before, a run could be fitted.
+        seed: chosen by whoever checks the run, after it has ended: whoever knows the seed before
+            could falsify the other steps.
         count: number of steps.
         output: the file to write.
         more: further arguments of `rlhf audit`.

@@ -12,13 +12,12 @@ from prometheus_client import CollectorRegistry, Counter
 from common.clients.rollout import completion_from_answer
 from common.settings.config import Config
 from common.wire.schemas import Float32
-from learning.device import choose_device
 from services.engine.jobs import GenerationJob, SamplingParams
-from services.engine.model import Model
 from services.engine.protocol import GenerateBody, answer
 from services.engine.sampling import FIELDS, Inputs, uniforms
 from services.engine.scheduler import Scheduler
 from trainer.audit.comparison import first_difference
+from trainer.backends.embedded import embedded_model
 
 TIE = 1e-4
 """Cumulative probability by which a draw may miss a token that rounding could have given it."""
@@ -92,19 +91,11 @@ class ReplayEngine:
     """
 
     def __init__(self, config: Config, directory: Path, stop_token_ids: Sequence[int]) -> None:
-        rollout = config.rollout
-        self._model = Model(
-            directory,
-            rollout.max_context_tokens,
-            choose_device(rollout.device, "rollout.device"),
-            dtype=config.model.dtype,
-            fp32_head=config.model.fp32_head,
-            deterministic=config.reproducible,
-        )
+        self._model = embedded_model(config, directory)
         registry = CollectorRegistry()
         self._scheduler = Scheduler(
             self._model,
-            rollout.max_running_requests,
+            config.rollout.max_running_requests,
             "0",
             generated=Counter("generated", "Tokens", registry=registry),
             prefilled=Counter("prefilled", "Tokens", registry=registry),

@@ -1,6 +1,6 @@
 """Draws the prompts of a step again: their rows, their order and their tokens."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 from common.prompts.prompter import Prompter, PromptStyle
 from common.settings.config import Config
@@ -45,34 +45,34 @@ def compare_prompts(
         if has_order:
             epoch, place = divmod(group.position, len(ids))
             drawn = ids[permutation(config.seed, epoch, len(ids))[place]]
-        difference = _difference(group, rows, drawn=drawn, prompter=prompter, config=config)
-        if difference is not None:
-            where, expected, found = difference
+        for where, expected, found in _differences(
+            group, rows, drawn=drawn, prompter=prompter, config=config
+        ):
             return StageOutcome("prompts", "differs", detail, where, expected=expected, found=found)
     return StageOutcome("prompts", "equal", detail)
 
 
-def _difference(
+def _differences(
     group: Group, rows: Mapping[str, Prompt], *, drawn: str, prompter: Prompter, config: Config
-) -> tuple[str, str, str] | None:
-    """Returns where the prompt of a group differs from the row `drawn` at its position, what was
-    recorded and what was found; None when it does not.
+) -> Iterator[tuple[str, str, str]]:
+    """Yields where the prompt of a group differs from the row `drawn` at its position, what was
+    recorded and what was found.
     """
     where = f"group {group.id}, position {group.position}"
     row = rows.get(group.prompt_id)
     if row is None:
-        return where, f"row {group.prompt_id}", "no such row"
-    if drawn and drawn != group.prompt_id:
-        return where, f"row {group.prompt_id}", f"row {drawn}"
+        yield where, f"row {group.prompt_id}", "no such row"
+        return
+    if drawn not in ("", group.prompt_id):
+        yield where, f"row {group.prompt_id}", f"row {drawn}"
     for what in ("prompt", "ground_truth"):
         was = getattr(group, what)
         is_now = getattr(row, what)
         if was != is_now:
-            return f"{where}, {what}", repr(was), repr(is_now)
+            yield f"{where}, {what}", repr(was), repr(is_now)
     if config.environment.name:
-        return None  # the environment makes the first messages
+        return  # the environment makes the first messages
     recorded = group.prompt_token_ids.tolist()
     tokens = list(prompter.all_token_ids([row])[0])
     if tokens != recorded:
-        return f"{where}, tokens", str(recorded), str(tokens)
-    return None
+        yield f"{where}, tokens", str(recorded), str(tokens)

@@ -90,10 +90,10 @@ def config_of(start: AuditedStart, run_dir: Path, device: str = "") -> Config:
     try:
         config = Config(**content)
         if is_callers:
-            weights: dict[str, float] = {}
-            for function in functions:
-                entry: Json = {"name": function} if isinstance(function, str) else function
-                weights[entry["name"]] = entry.get("weight", 1.0)
+            entries: list[Json] = [
+                {"name": each} if isinstance(each, str) else each for each in functions
+            ]
+            weights = {entry["name"]: entry.get("weight", 1.0) for entry in entries}
             config.reward = config.reward.for_objects(weights)
         return config
     except ValidationError as error:

@@ -2,7 +2,6 @@
 compares answers and saved weights with the recorded ones, bit for bit.
 """
 
-import json
 import tempfile
 from contextlib import suppress
 from pathlib import Path
@@ -16,21 +15,21 @@ from learning.device import reproducible_numbers
 from learning.ranks import Ranks
 from trainer.audit.comparison import differences
 from trainer.observe.audit import Setup
-from trainer.tinker.interface import TinkerLearner
 from trainer.tinker.learner import RunLearner
 from trainer.tinker.records import Checkpoint, TinkerRun
+from trainer.tinker.run import Recorded
 from trainer.tinker.run_files import RUN
 from trainer.tinker.settings import RECORDED
 from trainer.tinker.state import State
 from trainer.tinker.store import TinkerStore
-from trainer.tinker.training import CHANGING, NotReproduced, repeat
+from trainer.tinker.training import NotReproduced, repeat
 
 _JOIN_S = 60.0
 
 
-def recorded_setup(directory: Path) -> Setup:
+def recorded_settings(directory: Path) -> Recorded:
     """Returns what the bits of a server's results depend on."""
-    return msgspec.convert(_recorded(directory)["setup"], Setup)
+    return msgspec.json.decode((directory / RECORDED).read_bytes(), type=Recorded)
 
 
 def audit_tinker(directory: Path) -> int:
@@ -39,10 +38,10 @@ def audit_tinker(directory: Path) -> int:
 
     Raises ConfigError for a file that is damaged, or in use by the server.
     """
-    recorded = _recorded(directory)
-    setup = msgspec.convert(recorded["setup"], Setup)
+    recorded = recorded_settings(directory)
+    setup = recorded.setup
     torch.set_num_threads(setup.threads)
-    config = Config(**recorded["config"])
+    config = Config(**recorded.config)
     with Ranks.from_env(_JOIN_S, config) as ranks, reproducible_numbers(config.reproducible):
         learner = RunLearner(config, ranks)
         if not ranks.is_rank_zero:
@@ -56,12 +55,7 @@ def audit_tinker(directory: Path) -> int:
             learner.close()
 
 
-def _recorded(directory: Path) -> dict[str, dict[str, object]]:
-    found: dict[str, dict[str, object]] = json.loads((directory / RECORDED).read_bytes())
-    return found
-
-
-def _all_runs(directory: Path, learner: TinkerLearner) -> int:
+def _all_runs(directory: Path, learner: RunLearner) -> int:
     store = TinkerStore(directory / "tinker.sqlite")
     state = State(directory, most_runs=0)
     for fact in store.facts():
@@ -79,9 +73,9 @@ def _all_runs(directory: Path, learner: TinkerLearner) -> int:
     return status
 
 
-def _one_run(run: TinkerRun, learner: TinkerLearner, state: State, *, store: TinkerStore) -> str:
+def _one_run(run: TinkerRun, learner: RunLearner, state: State, *, store: TinkerStore) -> str:
     """Returns what was compared. Raises NotReproduced."""
-    since = store.since(run, CHANGING)
+    since = store.since(run)
     if run.snapshot < 0 and not since:
         return "was never created"
     saved: dict[int, Checkpoint] = {}
@@ -102,7 +96,7 @@ def _one_run(run: TinkerRun, learner: TinkerLearner, state: State, *, store: Tin
     return f"{len(since)} operations and {compared} saved weights are the same"
 
 
-def _compare_saved(learner: TinkerLearner, checkpoint: Checkpoint, state: State) -> None:
+def _compare_saved(learner: RunLearner, checkpoint: Checkpoint, state: State) -> None:
     """Raises NotReproduced when a run's weights, or its optimiser's state where that was saved,
     differ from a checkpoint.
     """

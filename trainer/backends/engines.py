@@ -88,6 +88,7 @@ class ServersClient(RolloutClient):
     async def _exchange(self, *arguments: Any, **options: Any) -> Reply:
         self._check()
         now = time.monotonic()
+        # One that just failed gets a request only where every other one just failed, too.
         server = min(self._servers, key=lambda server: (server.rests_until > now, server.running))
         server.running += 1
         answered = False
@@ -185,6 +186,7 @@ class OwnSGLang:
         stack.push_async_callback(stop, self._run)
         await asyncio.wait({self._run, up}, return_when=asyncio.FIRST_COMPLETED)
         up.cancel()
+        # The supervisor ends by itself only when the server failed: `result` raises why.
         if self._run.done():
             self._run.result()
 
@@ -202,6 +204,7 @@ class DirectPublisher:
         """A number that grows as long as the engines load; servers of others show none."""
         self._base: Path | None = None
         self._newest: tuple[WeightManifest, Path] | None = None
+        # Where only adapters are published, the engines keep the base model's own files.
         if context.config.lora.publishes_adapter:
             base = Pretrained(AutoModelForCausalLM, context.config.model.name)
             self._base = base.files(context.policy.ranks)

@@ -22,12 +22,9 @@ from common.clients.rollout import RolloutClient
 from common.errors import ConfigError
 from common.process.security import tls
 from common.settings.config import Config
-from learning.device import choose_device
 from services.data.app import create_data_app
 from services.data.loaders import load_split
 from services.engine.app import make_app
-from services.engine.engine import Engine
-from services.engine.model import Model
 from services.environment.app import create_environment_app
 from services.environment.environments import Environment
 from services.environment.runners import needs_gateway
@@ -39,6 +36,7 @@ from services.reward.app import create_reward_app
 from services.reward.functions import RewardFunction
 from services.rollout.engine_client import EngineClient
 from trainer.backends.backend import Backend, BackendContext
+from trainer.backends.embedded import embedded_engine
 from trainer.backends.engines import DirectPublisher, OwnEngineClient, OwnSGLang, ServersClient
 from trainer.observe.audit import Given
 from trainer.observe.problems import Problems, keep_problems
@@ -125,26 +123,9 @@ class InProcessBackend(Backend):
     @staticmethod
     def _engine(config: Config, directory: Path, label: str) -> FastAPI:
         """Returns the app of the embedded engine."""
-        rollout = config.rollout
-        device = choose_device(rollout.device, "rollout.device")
         try:
-            model = Model(
-                directory,
-                rollout.max_context_tokens,
-                device,
-                dtype=config.model.dtype,
-                fp32_head=config.model.fp32_head,
-                deterministic=config.reproducible,
-            )
-            if config.trainer.max_staleness:
-                # The trainer's concurrent device synchronisations would abort a capture.
-                model.graphs = None
-            engine = Engine(
-                model,
-                max_running=rollout.max_running_requests,
-                seed=config.seed,
-                weight_version=label,
-            )
+            is_beside = config.trainer.max_staleness > 0
+            engine = embedded_engine(config, directory, label, beside_trainer=is_beside)
             return make_app(engine)
         except ConfigError as error:
             raise ConfigError(

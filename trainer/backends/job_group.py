@@ -19,7 +19,6 @@ from learning.weight_group import nccl_version
 from trainer.algorithms.spool import EXPERTS
 from trainer.backends.backend import Backend, BackendContext
 from trainer.backends.server import BackgroundServer, add_experts, create_trainer_app
-from trainer.dashboard.live import LiveDashboard
 from trainer.diagnosis.health import Health
 from trainer.observe.run_dir import console
 from trainer.rollouts.services import Services
@@ -63,8 +62,7 @@ class JobGroupBackend(Backend):
         self._board = board
 
         health = Health(config, topology, board.num_nodes, board.latest_version)
-        dashboard = LiveDashboard(context.run_dir, health)
-        app = create_trainer_app(board, context.registry, dashboard)
+        app = create_trainer_app(board, context.registry, health)
         add_experts(app, config.state_dir / EXPERTS)
         host, port = topology.bind(names.TRAINER, config.trainer.port)
         server = BackgroundServer(app, host, port, died=board.server_died)
@@ -82,6 +80,7 @@ class JobGroupBackend(Backend):
 
     def agents(self) -> list[Client]:
         """Returns clients for the agents of the rollout nodes that are alive."""
+        # Only the first node of an engine reports; the others have the numbers after it.
         nodes = sorted(
             int(worker.name.rpartition("-")[2]) + number
             for worker in self._board.workers()

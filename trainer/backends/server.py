@@ -27,7 +27,9 @@ from common.wire.schemas import (
 from services.http.app import Server, create_app, listen
 from services.http.openapi import described, errors
 from trainer.algorithms.spool import read_part
-from trainer.dashboard.live import LiveDashboard
+from trainer.dashboard.app import PAGES, add_dashboard
+from trainer.dashboard.runs import RunReader
+from trainer.diagnosis.health import Health
 from trainer.weights.board import WeightBoard
 
 log = logging.getLogger(__name__)
@@ -55,23 +57,22 @@ def _sent(path: pathlib.Path) -> Response:
 
 
 def create_trainer_app(
-    board: WeightBoard, metrics: Metrics, dashboard: LiveDashboard | None = None
+    board: WeightBoard, metrics: Metrics, health: Health | None = None
 ) -> FastAPI:
-    """Returns the app of rank 0, with a dashboard: when None, that of the run directory above the
-    board's.
+    """Returns the app of rank 0, with the dashboard of the run directory, which is the one above
+    the board's, and of the `health` of the other tasks.
     """
-    if dashboard is None:
-        dashboard = LiveDashboard(board.directory.parent)
     app = create_app(
         "ppo-trainer",
-        lifespan=dashboard.lifespan,
+        lifespan=health.running if health else None,
         metrics=metrics,
         max_body_bytes=1 << 20,
         max_requests=_MAX_REQUESTS,
-        open_paths=dashboard.open_paths,
+        open_paths=PAGES,
         access_level=logging.DEBUG,  # the console is for the steps; agents log what they fetch
     )
-    dashboard.add_to(app)
+    run = RunReader(board.directory.parent, live=True)
+    add_dashboard(app, lambda: [run], health)
     nodes = metrics.gauge(
         "trainer_rollout_nodes", "Rollout nodes that are alive, by state", ["state"]
     )

@@ -39,7 +39,6 @@ INSERT INTO groups VALUES (
     :length, :advantage, :delta, :reason, :marks, :shown
 )
 """
-_FROM = "FROM groups LEFT JOIN prompts USING (prompt_id)"
 # Marks of completions that were not graded or not finished, and of groups that lack episodes.
 _ENDINGS = (
     "unparsable",
@@ -64,6 +63,24 @@ _MARKS = (
     "regraded",
     *_ENDINGS,
 )
+_ENDS_UNUSUALLY = " OR ".join(f"instr(marks, '|{mark}|')" for mark in _ENDINGS)
+# Parameters are the fields of `Query`, and the case-folded text.
+_WHERE = f"""
+    (:step_from IS NULL OR step >= :step_from) AND (:step_to IS NULL OR step <= :step_to)
+    AND (:reward_min IS NULL OR reward >= :reward_min)
+    AND (:reward_max IS NULL OR reward <= :reward_max)
+    AND (:length_min IS NULL OR length >= :length_min)
+    AND (:length_max IS NULL OR length <= :length_max)
+    AND (:text = '' OR prompt_id = :text OR id = :text
+        OR prompt_id IN (SELECT prompt_id FROM prompts WHERE instr(folded, :folded)))
+    AND CASE ifnull(:error, '')
+        WHEN '' THEN 1
+        WHEN 'none' THEN marks IN ('||', '|reused|')
+        WHEN 'any' THEN reason != '' OR {_ENDS_UNUSUALLY}
+        WHEN 'regraded' THEN (step, id) IN (SELECT step, id FROM regraded)
+        ELSE instr(marks, '|' || :error || '|')
+    END
+"""  # noqa: S608
 Whole = Annotated[int, Field(ge=0, lt=2**53)]
 # What the page gets of a group.
 _Row = Json
@@ -118,26 +135,27 @@ class GroupIndex:
         The offset is `offset`, or that of the page with the group `around` (id and step). After
         `patience_s` only the part of the file read so far is searched.
         """
-        where, values = _where(query)
-        source = _FROM if query.text else "FROM groups"
+        values = {**query.model_dump(), "folded": query.text.casefold(), "limit": limit}
         column = query.sort.removeprefix("-")
         direction = "DESC" if query.sort.startswith("-") else "ASC"
         order = f"{column} {direction} NULLS LAST, step DESC, place"
         with self._lock:
             self._refresh(patience_s)
-            matching = f"{source} WHERE {where}"
+            matching = f"FROM groups WHERE {_WHERE}"
             (total,) = self._db.execute(f"SELECT COUNT(*) {matching}", values).fetchone()
             if around is not None:
                 number = f"ROW_NUMBER() OVER (ORDER BY {order}) AS number"
-                numbered = f"SELECT id, step, {number} {matching}"
-                find = f"SELECT number FROM ({numbered}) WHERE id = ? AND step = ?"  # noqa: S608
-                place = self._db.execute(find, [*values, *around]).fetchone()
+                values["id"], values["step"] = around
+                find = (
+                    f"SELECT number FROM (SELECT id, step, {number} {matching}) "  # noqa: S608
+                    "WHERE id = :id AND step = :step"
+                )
+                place = self._db.execute(find, values).fetchone()
                 offset = (place[0] - 1) // limit * limit if place else offset
             # Ordering and counting need no prompts: only the rows of the page are joined with them.
-            chosen = f"SELECT groups.rowid {matching} ORDER BY {order} LIMIT ? OFFSET ?"
-            rows = self._rows(
-                f"groups.rowid IN ({chosen}) ORDER BY {order}", *values, limit, offset
-            )
+            chosen = f"SELECT groups.rowid {matching} ORDER BY {order} LIMIT :limit OFFSET :offset"
+            values["offset"] = offset
+            rows = self._rows(f"groups.rowid IN ({chosen}) ORDER BY {order}", values)
         return total, offset, rows
 
     def find(self, group_id: str, step: int | None = None) -> _Row | None:
@@ -147,21 +165,24 @@ class GroupIndex:
         query = "id = ?1 AND (step = ?2 OR ?2 IS NULL) ORDER BY step DESC LIMIT 1"
         with self._lock:
             self._refresh()
-            return next(iter(self._rows(query, group_id, step)), None)
+            return next(iter(self._rows(query, (group_id, step))), None)
 
     def of_prompt(self, prompt_id: str, limit: int) -> list[_Row]:
         """Returns the newest groups of a prompt, by step."""
         query = "prompt_id = ? ORDER BY step DESC, place DESC LIMIT ?"
         with self._lock:
             self._refresh()
-            return self._rows(query, prompt_id, limit)[::-1]
+            return self._rows(query, (prompt_id, limit))[::-1]
 
-    def _rows(self, condition: str, *values: Any) -> list[_Row]:
-        query = f"SELECT shown, excerpt {_FROM} WHERE {condition}"
-        rows = [_shown(row) for row in self._db.execute(query, values)]
-        for row in rows:
+    def _rows(self, condition: str, values: Any) -> list[_Row]:
+        source = "groups LEFT JOIN prompts USING (prompt_id)"
+        query = f"SELECT shown, excerpt FROM {source} WHERE {condition}"  # noqa: S608
+        rows = []
+        for shown, prompt in self._db.execute(query, values):
+            row: _Row = {**orjson.loads(shown), "prompt": prompt}
             regrade = self._regrades.get((row["step"], row["id"]))
             row["regraded"] = regrade and msgspec.to_builtins(regrade, str_keys=True)
+            rows.append(row)
         return rows
 
     def problems(self) -> list[str]:
@@ -207,45 +228,19 @@ class GroupIndex:
 
     def _insert(self, line: StepGroups) -> None:
         groups = [*line.groups, *line.dropped]
-        rows = [_row(line.step, place, group) for place, group in enumerate(groups)]
-        self._db.executemany(_INSERT, map(_stored, rows))
+        rows = []
+        for place, group in enumerate(groups):
+            row = _row(line.step, place, group)
+            marks = f"|{'|'.join(row['marks'])}|"
+            length = max(group.tokens or (), default=None)
+            rows.append(row | {"shown": orjson.dumps(row), "marks": marks, "length": length})
+        self._db.executemany(_INSERT, rows)
         prompts = [
             (group.prompt_id, group.prompt[:_EXCERPT_CHARS], group.prompt.casefold())
             for group in groups
             if group.prompt_id is not None and group.prompt is not None
         ]
         self._db.executemany("INSERT OR IGNORE INTO prompts VALUES (?, ?, ?)", prompts)
-
-
-def _where(query: Query) -> tuple[str, list[Any]]:
-    terms = ["1"]
-    values: list[Any] = []
-    bounds = {
-        "step >= ?": query.step_from,
-        "step <= ?": query.step_to,
-        "reward >= ?": query.reward_min,
-        "reward <= ?": query.reward_max,
-        "length >= ?": query.length_min,
-        "length <= ?": query.length_max,
-    }
-    for term, bound in bounds.items():
-        if bound is not None:
-            terms.append(term)
-            values.append(bound)
-    if query.text:
-        terms.append("(instr(folded, ?) OR prompt_id = ? OR id = ?)")
-        values += [query.text.casefold(), query.text, query.text]
-    if query.error == "none":
-        terms.append("marks IN ('||', '|reused|')")
-    elif query.error == "any":
-        endings = " OR ".join(f"instr(marks, '|{mark}|')" for mark in _ENDINGS)
-        terms.append(f"(reason != '' OR {endings})")
-    elif query.error == "regraded":
-        terms.append("(step, id) IN (SELECT step, id FROM regraded)")
-    elif query.error:
-        terms.append("instr(marks, ?)")
-        values.append(f"|{query.error}|")
-    return " AND ".join(terms), values
 
 
 def _row(step: int, place: int, group: GroupSummary) -> _Row:
@@ -265,18 +260,3 @@ def _row(step: int, place: int, group: GroupSummary) -> _Row:
     count = None if group.tokens is None else len(group.tokens)
     of_place = {"step": step, "place": place, "marks": marks}
     return {**row, **of_place, "completions": count, "completion": completion}
-
-
-def _stored(row: _Row) -> Json:
-    """Returns the values of the row's columns; those of lists are text."""
-    return {
-        **row,
-        "length": max(row["tokens"] or (), default=None),
-        "marks": f"|{'|'.join(row['marks'])}|",
-        "shown": orjson.dumps(row),
-    }
-
-
-def _shown(row: tuple[bytes, str | None]) -> _Row:
-    content: _Row = orjson.loads(row[0])
-    return {**content, "prompt": row[1]}

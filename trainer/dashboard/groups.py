@@ -2,6 +2,7 @@
 
 import math
 import threading
+from functools import cache
 from typing import Annotated
 
 import orjson
@@ -20,52 +21,7 @@ from trainer.dashboard.tokens import TokenTexts
 
 # Time that one call spends reading new groups; the next call continues.
 _AT_ONCE_S = 0.3
-
-
-class RunGroups:
-    """The groups of one run."""
-
-    def __init__(self, run: RunReader) -> None:
-        self.directory = run.directory
-        self.index = GroupIndex(run.directory)
-        self._lock = threading.Lock()
-        self._token_texts: TokenTexts | None = None
-
-    def search(self, asked: "SearchParameters") -> Json:
-        """Returns a page of groups, each with an excerpt of its first completion."""
-        around = None if asked.around is None else (asked.around, asked.around_step)
-        total, offset, rows = self.index.search(
-            asked,
-            limit=asked.limit,
-            offset=asked.offset,
-            around=around,
-            # The page of a certain group is only known once all lines are read.
-            patience_s=_AT_ONCE_S if around is None else math.inf,
-        )
-        return {
-            "total": total,
-            "offset": offset,
-            "groups": rows,
-            "problems": self.index.problems(),
-            "reading": self.index.left(),
-        }
-
-    def detail(self, group_id: str, step: int | None) -> Json:
-        row = self.index.find(group_id, step)
-        if row is None:
-            raise NotFound(
-                "this run has no such group, or not in this step",
-                field="id",
-                value=group_id,
-                remedy="list the groups with /dashboard/api/groups",
-            )
-        with self._lock:
-            texts: TokenTexts | ServiceError
-            try:
-                texts = self._token_texts = self._token_texts or TokenTexts.of_run(self.directory)
-            except ServiceError as error:
-                texts = error
-        return group_detail(self.directory, row, texts)
+_token_texts = cache(TokenTexts.of_run)
 
 
 class SearchParameters(Query):
@@ -81,40 +37,70 @@ class SearchParameters(Query):
 
 def add_groups(app: FastAPI, runs: Runs) -> None:
     """Adds the calls to an app."""
-    known: dict[RunReader, RunGroups] = {}
+    known: dict[RunReader, GroupIndex] = {}
     lock = threading.Lock()
 
-    def groups_of(index: int) -> RunGroups:
-        run = run_at(runs, index)
+    def index_of(run: RunReader) -> GroupIndex:
         with lock:
             if run not in known:
-                known[run] = RunGroups(run)
+                known[run] = GroupIndex(run.directory)
             return known[run]
 
     answers = described(answer=OBJECT, fails=(404,))
 
     @app.get("/dashboard/api/groups", **answers)
     def search(query: Annotated[SearchParameters, Parameter()]) -> Response:
-        """Lists groups that were trained on or dropped, page by page; `problems` names what the run
-        lacks.
+        """Lists groups that were trained on or dropped, page by page, each with an excerpt of its
+        first completion; `problems` names what the run lacks.
 
         While `groups.jsonl` is read, `reading` has the bytes. Ask again until it is null.
         """
-        return json_answer(groups_of(query.run).search(query))
+        index = index_of(run_at(runs, query.run))
+        around = None if query.around is None else (query.around, query.around_step)
+        total, offset, rows = index.search(
+            query,
+            limit=query.limit,
+            offset=query.offset,
+            around=around,
+            # The page of a certain group is only known once all lines are read.
+            patience_s=_AT_ONCE_S if around is None else math.inf,
+        )
+        return json_answer(
+            {
+                "total": total,
+                "offset": offset,
+                "groups": rows,
+                "problems": index.problems(),
+                "reading": index.left(),
+            }
+        )
 
     @app.get("/dashboard/api/groups/{group_id:path}", **answers)
     def detail(group_id: str, run: Whole = 0, step: Whole | None = None) -> Response:
         """Returns one group in full, as of its newest step or `step`; a 404 says why its content is
         gone.
         """
-        return json_answer(groups_of(run).detail(group_id, step))
+        of = run_at(runs, run)
+        row = index_of(of).find(group_id, step)
+        if row is None:
+            raise NotFound(
+                "this run has no such group, or not in this step",
+                field="id",
+                value=group_id,
+                remedy="list the groups with /dashboard/api/groups",
+            )
+        try:
+            texts: TokenTexts | ServiceError = _token_texts(of.directory)
+        except ServiceError as error:
+            texts = error
+        return json_answer(group_detail(of.directory, row, texts))
 
     @app.get("/dashboard/api/prompts/{prompt_id:path}", **answers)
     def prompt(
         prompt_id: str, run: Whole = 0, limit: Annotated[int, Field(ge=1, le=1000)] = 200
     ) -> Response:
         """Lists the newest groups of one prompt, by step."""
-        rows = groups_of(run).index.of_prompt(prompt_id, limit)
+        rows = index_of(run_at(runs, run)).of_prompt(prompt_id, limit)
         if not rows:
             raise NotFound(
                 "this run has no group of such a prompt",

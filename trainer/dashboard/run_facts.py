@@ -1,7 +1,6 @@
 """Facts about a run besides its numbers: changed settings, and the user's note."""
 
 import json
-from functools import cache
 from pathlib import Path
 
 from common import Json
@@ -13,16 +12,12 @@ from trainer.trackers.base import flatten
 
 NOTE = "notes.md"
 MAX_NOTE_CHARS = 20_000
-
-
-@cache
-def _defaults() -> Json:
-    return flatten(Config().model_dump(mode="json"))
+_DEFAULTS = flatten(Config().model_dump(mode="json"))
 
 
 def changed_settings(config: Json) -> Json:
     """Returns the settings that differ from this version's defaults, in the order of the file."""
-    return changed(_defaults(), config)
+    return changed(_DEFAULTS, config)
 
 
 def unsolvable(directory: Path) -> list[str]:

@@ -58,15 +58,9 @@ class RunList:
         if any(run.directory.resolve() == path.resolve() for run in self._runs):
             return
         name = path.resolve().name if path == root else str(path.relative_to(root))
-        taken = {run.name for run in self._runs}
-        if name in taken:
-            name = "/".join(path.resolve().parts[-2:])
-        unique = name
-        number = 1
-        while unique in taken:
-            number += 1
-            unique = f"{name} ({number})"
-        self._runs.append(RunReader(path, name=unique))
+        if name in {run.name for run in self._runs}:
+            name = str(path.resolve())
+        self._runs.append(RunReader(path, name=name))
 
 
 def _runs_in(root: Path) -> Iterator[Path]:

@@ -41,18 +41,19 @@ def verdict(reward: NDArray[np.float64], accuracy: NDArray[np.float64]) -> Json:
         f"(means of the first and the last {window} of {steps} steps)"
     )
     lost_half_of_gain = best.mean() - end.mean() > (best.mean() - start.mean()) / 2
+    level = "warn"
+    text = f"Not learning yet: {change}, within its noise"
     if lost_half_of_gain and _apart(best, end) > _SURE:
+        level = "bad"
         fallen = f"Reward has fallen: {end.mean():.3f}, and it was {best.mean():.3f} at its best"
-        return {"level": "bad", "text": f"{fallen} (means of {window} of {steps} steps)", **means}
-    if _apart(end, start) > _SURE:
-        return {"level": "good", "text": f"Learning: {change}", **means}
-    if len(accuracy) >= window and accuracy[-window:].mean() >= _SOLVED:
-        return {
-            "level": "good",
-            "text": f"Solved from the start: accuracy {accuracy[-window:].mean():.3f}",
-            **means,
-        }
-    return {"level": "warn", "text": f"Not learning yet: {change}, within its noise", **means}
+        text = f"{fallen} (means of {window} of {steps} steps)"
+    elif _apart(end, start) > _SURE:
+        level = "good"
+        text = f"Learning: {change}"
+    elif len(accuracy) >= window and accuracy[-window:].mean() >= _SOLVED:
+        level = "good"
+        text = f"Solved from the start: accuracy {accuracy[-window:].mean():.3f}"
+    return {"level": level, "text": text, **means}
 
 
 def _apart(high: NDArray[np.float64], low: NDArray[np.float64]) -> float:

@@ -45,7 +45,7 @@ class LogLine(BaseModel):
 
     @property
     def seconds(self) -> float:
-        """How long it says that a call had waited."""
+        """The seconds that a call had waited, by the line; 0 if it names none."""
         text = self.fields.get("seconds", "")
         return float(text) if text.isdecimal() else 0.0
 

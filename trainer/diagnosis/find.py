@@ -34,9 +34,9 @@ def find(facts: Facts) -> list[Finding]:
     is_explained = any(finding.level in ("stopped", "stalled") for finding in found.values())
     if not is_explained and catalogue.ENGINES_BUSY not in found:
         found |= {finding.name: finding for finding in no_step(facts)}
-    return sorted(found.values(), key=_rank)
 
+    def rank(finding: Finding) -> tuple[int, int]:
+        effect = 1 + _EFFECTS.index(finding.name) if finding.name in _EFFECTS else 0
+        return LEVELS.index(finding.level), effect
 
-def _rank(finding: Finding) -> tuple[int, int]:
-    effect = 1 + _EFFECTS.index(finding.name) if finding.name in _EFFECTS else 0
-    return LEVELS.index(finding.level), effect
+    return sorted(found.values(), key=rank)

@@ -50,7 +50,7 @@ def _texts(facts: Facts) -> Iterator[Finding]:
                 what=what,
                 since=_since(facts.steps, partial(_says, kind=kind, name=name)),
                 evidence=[f"step {facts.step}: {kind.removesuffix('s')} {name}"],
-                remedy=remedy or "see the page of this name",
+                remedy=remedy or "docs/how-to/operations.md has a section of this name",
                 level="slow" if name in SLOW else "harm",
             )
 

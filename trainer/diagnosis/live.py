@@ -63,10 +63,7 @@ async def ask(
     of the run; None: that of this process.
     """
     facts.asked = True
-    nodes = 1
-    if not own:
-        ranks, nodes, facts.trainer_problem = await _ask_trainer(config, topology, headers)
-        facts.ranks = [_rank(each) for each in ranks]
+    nodes = 1 if own else await _ask_trainer(facts, config, topology, headers)
     health = Health(config, topology, lambda: nodes, lambda: None, headers=headers)
     async with health.running():
         _, *services = await health.ask()
@@ -88,9 +85,11 @@ async def ask(
 
 
 async def _ask_trainer(
-    config: Config, topology: Topology, headers: Mapping[str, str] | None
-) -> tuple[list[RankWhere], int, str]:
-    """Returns where the ranks are, the number of rollout nodes, and why rank 0 does not answer."""
+    facts: Facts, config: Config, topology: Topology, headers: Mapping[str, str] | None
+) -> int:
+    """Notes where the ranks are, or why rank 0 does not answer; returns the number of rollout
+    nodes.
+    """
     nodes = max(1, sum(name.startswith(f"{ROLLOUT}-") for name in topology.local_hosts))
     url = topology.url(TRAINER, config.trainer.port)
     client = Client(TRAINER, url, headers=headers)
@@ -99,21 +98,17 @@ async def _ask_trainer(
             workers = await get(client, "/workers", _TRAINER_PATIENCE_S)
             ranks = await get(client, "/ranks", _TRAINER_PATIENCE_S)
             nodes = max([nodes, *(int(worker["num_nodes"]) for worker in workers)])
-            return [RankWhere.model_validate(rank) for rank in ranks], nodes, ""
+            for each in map(RankWhere.model_validate, ranks):
+                call = collective(each.stacks)
+                rank = RankFacts(**each.model_dump(), answered=each.pid > 0, collective=call)
+                facts.ranks.append(rank)
     except TimeoutError:
-        return [], nodes, "silent"
+        facts.trainer_problem = "silent"
     except NO_ANSWER as error:
-        return [], nodes, problem_of(error)
+        facts.trainer_problem = problem_of(error)
     except BAD_ANSWER:
-        return [], nodes, "error"
-
-
-def _rank(where: RankWhere) -> RankFacts:
-    return RankFacts(
-        **where.model_dump(),
-        answered=where.pid > 0,
-        collective=collective(where.stacks),
-    )
+        facts.trainer_problem = "error"
+    return nodes
 
 
 def collective(stacks: str) -> str:

@@ -112,17 +112,14 @@ def _lost_ranks(facts: Facts, lines: list[LogLine]) -> Iterator[Finding]:
         if fault == catalogue.ENDED:  # what the rank that ends goes on to say is no part of it
             remedy = line.fields.get("remedy", "").partition(". ")[0]
         evidence = [each.message for each in _with_code(lines, "rank_killed")][-1:]
-        evidence += [line.said, *_places(lines)]
+        evidence.append(line.said)
+        for place in _with_code(lines, "rank_place"):  # where those were that waited for it
+            calls = _FRAME.findall(place.text)
+            at = calls[-1] if calls else "no Python code"
+            evidence.append(f"{place.fields.get('rank')} was in {at}")
         what = line.text.partition(". ")[0]
         yield finding(fault, what, line.time, level="stopped", evidence=evidence, remedy=remedy)
         return
-
-
-def _places(lines: Iterable[LogLine]) -> Iterator[str]:
-    """Yields where the ranks were that waited for the lost one."""
-    for line in _with_code(lines, "rank_place"):
-        calls = _FRAME.findall(line.text)
-        yield f"{line.fields.get('rank')} was in {calls[-1] if calls else 'no Python code'}"
 
 
 def _of_exit(facts: Facts, end: LogLine, lines: list[LogLine]) -> Iterator[Finding]:
@@ -140,10 +137,15 @@ def _of_exit(facts: Facts, end: LogLine, lines: list[LogLine]) -> Iterator[Findi
     began = None if facts.steps else facts.started
     # A call's remedy is written by the caller, who does not know what ails the service.
     remedy = "" if end.code == "unreachable" else end.fields.get("remedy", "")
+    waits = [
+        line.time - line.seconds
+        for line in _with_code(lines, "waiting")
+        if line.time is not None and fault_of(line) == fault
+    ]
     yield finding(
         fault,
         end.message,
-        _begin_of_wait(fault, lines) or began or facts.exited,
+        min(waits, default=began or facts.exited),
         level="stopped",
         evidence=[*_field(end), *_last_error(lines, end.fields.get("service", ""))],
         remedy=remedy,
@@ -253,16 +255,6 @@ def _of_nodes(lines: list[LogLine], level: Level) -> Iterator[Finding]:
             what = f"{line.source}: {line.message}"
             yield finding(fault, what, line.time, level=level, evidence=[line.said])
             return
-
-
-def _begin_of_wait(fault: Fault, lines: Iterable[LogLine]) -> float | None:
-    """Returns when the trainer began to wait for what it gave up on."""
-    starts = [
-        line.time - line.seconds
-        for line in _with_code(lines, "waiting")
-        if line.time is not None and fault_of(line) == fault
-    ]
-    return min(starts, default=None)
 
 
 def _last_error(lines: list[LogLine], service: str) -> Iterator[str]:

@@ -153,7 +153,11 @@ def _no_batch(facts: Facts, stall_s: float) -> Iterator[Finding]:
     what = f"rank 0 is at: {leader.place}, for {leader.since_s:.0f} s"
     busy = [each for each in facts.services if each.running and each.tokens_per_s]
     if busy:  # a batch takes as long as its answers
-        said = [_generates(each) for each in busy]
+        said = [
+            f"{each.name} generates {each.tokens_per_s:,.0f} tokens per second: {each.running:,} "
+            f"completions run, {each.waiting:,} wait"
+            for each in busy
+        ]
         yield _finding(catalogue.ENGINES_BUSY, what, facts, evidence=said, level="slow")
         return
     oldest = next(iter(leader.awaited), None)
@@ -161,13 +165,6 @@ def _no_batch(facts: Facts, stall_s: float) -> Iterator[Finding]:
         what += f"; {oldest.service} has not answered {oldest.call}"
     evidence = _waits(facts) or ["no call is in flight"]
     yield _finding(catalogue.NO_BATCH, what, facts, evidence=evidence)
-
-
-def _generates(node: ServiceFacts) -> str:
-    return (
-        f"{node.name} generates {node.tokens_per_s:,.0f} tokens per second: {node.running:,} "
-        f"completions run, {node.waiting:,} wait"
-    )
 
 
 def no_step(facts: Facts) -> Iterator[Finding]:

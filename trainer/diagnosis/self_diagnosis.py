@@ -64,7 +64,6 @@ def diagnose(
     config: Config,
     topology: Topology | None = None,
     *,
-    reason: str = "",
     error: BaseException | None = None,
 ) -> str:
     """Writes the diagnosis of this process's run and returns the line that names it; empty if that
@@ -74,20 +73,18 @@ def diagnose(
         run_dir: directory of the run.
         config: its settings.
         topology: finds the services; None: they are not asked.
-        reason: why the run ends; empty when it goes on, or when `error` says it.
-        error: with which it ends.
+        error: with which the run ends; None when it goes on.
     """
-    reason = reason if error is None else _words(error)
     try:
         facts = read_facts(run_dir)
         facts.state = "running"
         if topology is not None:
             with suppress(TimeoutError, ServiceError):
-                asking = ask(facts, config, topology, own=bool(reason))
+                asking = ask(facts, config, topology, own=error is not None)
                 asyncio.run(asyncio.wait_for(asking, _PATIENCE_S))
-        if reason:
+        if error is not None:
             facts.state = "ended"
-            facts.end = _last_word(reason, error)
+            facts.end = _last_word(error)
         findings = find(facts)
         said = f"diagnosis: {first_line(facts, findings)}"
         try:
@@ -99,14 +96,14 @@ def diagnose(
         return ""
 
 
-def _last_word(reason: str, error: BaseException | None) -> LogLine:
+def _last_word(error: BaseException) -> LogLine:
     code = INTERRUPTED.codes[0] if isinstance(error, KeyboardInterrupt) else ""
     known = error.event() if isinstance(error, ServiceError) else {"code": code}
     fields = {name: str(value) for name, value in known.items()}
     return LogLine(
         source="ppo-trainer",
         time=time.time(),
-        text=reason,
+        text=_words(error),
         code=fields.pop("code"),
         fields=fields,
     )

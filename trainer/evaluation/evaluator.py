@@ -83,7 +83,9 @@ class Evaluator:
         for prompt, of_problem in zip(self._held_out, graded, strict=True):
             counted = [result for _, result in of_problem[: own.n]]
             for_pass = [result for _, result in of_problem[own.n :]]
+            # No reward is None here: `_graded_problems` raises for an answer without one.
             rewards += [result.reward or 0.0 for result in counted]
+            # In a run with verdicts, too, a single answer may come without one.
             has_verdicts = verified and all(result.verified for _, result in of_problem)
             if has_verdicts:
                 shares.append(mean(result.correct for result in counted))

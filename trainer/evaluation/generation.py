@@ -20,10 +20,11 @@ SEED_OFFSET = 1 << 20
 
 
 def sampling_of(config: Config, greedy: bool) -> Json:
-    """Returns temperature, bounds of the distribution and ends of an answer, by SGLang's names."""
+    """Returns the temperature, the truncation and the stop conditions, under SGLang's names."""
     ends = config.sampling.stop_conditions()
     if greedy:
         return {"temperature": 0.0, **ends}
+    # Where evaluations are greedy (0), samples for pass@k are drawn at training's temperature.
     temperature = config.evaluation.temperature or config.sampling.temperature
     return {"temperature": temperature, **ends, **config.evaluation.truncation()}
 
@@ -134,6 +135,7 @@ def finished(
     """Returns a complete answer. Raises GenerationFailed for an aborted or filtered one: it does
     not count as empty.
     """
+    # An answer that reached its limit is complete: it counts as it is.
     if finish not in ("stop", "length") or not isinstance(text, str):
         raise GenerationFailed(f"the answer to {prompt.id} ended with {finish}", value=text)
     return GeneratedAnswer(text, finish, tokens, token_ids)
@@ -155,5 +157,6 @@ async def together(
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(one(coroutine)) for coroutine in work]
     except BaseExceptionGroup as failed:
+        # The group has cancelled the others: callers handle one error, not a group of them.
         raise failed.exceptions[0] from None
     return [task.result() for task in tasks]

@@ -56,6 +56,7 @@ class ChatGenerator:
     ) -> list[GeneratedAnswer]:
         """See `Generator`. Sends one request per answer, since not every server supports `n`."""
         first = sampling_seed(self._config.seed, SEED_OFFSET + index)
+        # Steps of 2³² / golden ratio keep the seeds apart from those of the next problems.
         seeds = [(first + 0x9E3779B1 * number) & 0x7FFFFFFF for number in range(n)]
         return await together([self._one(prompt, seed, greedy) for seed in seeds])
 
@@ -65,6 +66,7 @@ class ChatGenerator:
         is_chat = style.chat is not False
         body = sampling_of(config, greedy)
         body |= {"model": self._model_id, "max_tokens": longest_answer(config)}
+        # The names of vLLM and SGLang; OpenAI's own API has no such fields.
         if "min_new_tokens" in body:
             body["min_tokens"] = body.pop("min_new_tokens")
         if config.sampling.stop_token_ids:
@@ -200,7 +202,7 @@ async def _ask(client: Client, path: str) -> Reply | None:
             raise ConfigError(
                 error.message, field="api_key", remedy="give the key of this server (api_key)"
             ) from None
-        return None
+        return None  # another error is an answer, too: the address is right
 
 
 def _only_model(listed: Reply | None, url: str) -> str:

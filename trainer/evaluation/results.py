@@ -145,6 +145,7 @@ def _add_figures_at_k(results: EvaluationResults) -> None:
     right: list[int] = []
     for of_problem in results["samples"]:
         verdicts = [sample["correct"] for sample in of_problem]
+        # pass@k of fewer than k verdicts is not defined: such a problem does not count.
         if not verdicts or None in verdicts:
             continue
         votes = [normalised_answer(sample["response"]) for sample in of_problem]
@@ -167,7 +168,7 @@ def _add_figures_at_k(results: EvaluationResults) -> None:
 
 def _lengths(greedy: Sequence[GeneratedAnswer]) -> dict[str, float] | None:
     known = [answer.tokens for answer in greedy if answer.tokens is not None]
-    if len(known) < len(greedy):
+    if len(known) < len(greedy):  # a server that does not report its usage
         return None
     median, p95 = np.quantile(known, [0.5, 0.95])
     return {

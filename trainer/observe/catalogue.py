@@ -312,13 +312,6 @@ class Notice:
         text = f"{self.seen}. {remedy}" if remedy else self.seen
         return text.format(config=config, note=self, **measured)
 
-    @property
-    def threshold(self) -> str:
-        """All limits, as the page shows them."""
-        main = f"{self.limit:.0%}" if self.unit.startswith("of ") else f"{self.limit:g}"
-        further = [f"; {name}: {value:g}" for name, value in self.also.items()]
-        return f"{main} {self.unit}{''.join(further)}"
-
 
 # Names of further limits: when an earlier policy sampled, and with trainer.max_staleness.
 _OLD = "with older experience"

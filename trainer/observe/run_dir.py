@@ -27,7 +27,7 @@ from rich.progress import (
     TimeElapsedColumn,
     TimeRemainingColumn,
 )
-from rich.table import Table
+from rich.table import Column, Table
 
 from common import Json
 from common.errors import ConfigError, shorten
@@ -39,6 +39,7 @@ from common.wire.schemas import Group
 from trainer.evaluation.evaluation import Answer, Evaluation
 from trainer.evaluation.uncertainty import accuracy_text
 from trainer.observe.hints import hints, remember
+from trainer.observe.jsonl import parsed
 from trainer.observe.output import Output
 from trainer.timing import STAGES, WAITING
 from trainer.trackers.base import Record, flatten, numbers
@@ -264,13 +265,6 @@ def tell(console: Console, text: str, level: int = logging.INFO) -> None:
         console.print(text, highlight=False, markup=False, emoji=False, soft_wrap=True)
 
 
-def run_ids(directory: Path) -> list[str]:
-    """Returns the ids of all attempts of the run in `directory`; they are the prefixes of its group
-    ids.
-    """
-    return [line["run_id"] for line in read_lines(directory / ATTEMPTS)]
-
-
 def is_run(directory: Path) -> bool:
     """Whether this is the directory of a run; the directory of a model also has a config.json."""
     if any((directory / name).exists() for name in ("metrics.jsonl", ATTEMPTS)):
@@ -414,14 +408,11 @@ def read_settings(run_dir: Path) -> Json:
     """
     path = run_dir / "config.json"
     try:
-        content = json.loads(path.read_bytes())
-        if not isinstance(content, dict):
-            raise ValueError("it is not an object")
+        return parsed(path.read_bytes())
     except (OSError, ValueError, RecursionError) as error:
         is_missing = isinstance(error, FileNotFoundError)
         problem = "is missing" if is_missing else f"cannot be read: {error}"
         raise damaged(f"{path.name} {problem}", path) from None
-    return content
 
 
 def reward_names(content: Json) -> list[str]:
@@ -477,22 +468,25 @@ def storing_run(path: Path) -> AbstractContextManager[None]:
 
 def seconds_table(metrics: list[Json]) -> Table:
     """Returns a table of a step's mean seconds by stage, from the lines of `metrics.jsonl`."""
-    table = Table(title=f"seconds of a step (mean over {len(metrics)} steps)")
-    means = []
-    for stage in (*STAGES, WAITING):
-        table.add_column(stage, justify="right")
-        seconds = sum(line["seconds"].get(stage, 0.0) for line in metrics)
-        means.append(seconds / max(1, len(metrics)))
-    table.add_column("step", justify="right")
+    stages = (*STAGES, WAITING)
+    count = max(1, len(metrics))
+    means = [sum(line["seconds"].get(stage, 0.0) for line in metrics) / count for stage in stages]
+    table = _table(f"seconds of a step (mean over {len(metrics)} steps)", *stages, "step")
     table.add_row(*(f"{mean:.3f}" for mean in [*means, sum(means)]))
     return table
 
 
+def _table(title: str, *columns: str) -> Table:
+    return Table(*(Column(name, justify="right") for name in columns), title=title)
+
+
 def _comparison_table(before: Record, after: Record) -> Table:
-    table = Table(title=f"held-out split, {after['num_samples']} problems")
-    table.add_column("", justify="right")
-    table.add_column(f"before (step {before['step']})", justify="right")
-    table.add_column(f"after (step {after['step']})", justify="right")
+    table = _table(
+        f"held-out split, {after['num_samples']} problems",
+        "",
+        f"before (step {before['step']})",
+        f"after (step {after['step']})",
+    )
     was = numbers(before)
     found = numbers(after)
     titles = {

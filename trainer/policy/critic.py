@@ -69,7 +69,7 @@ class ValueFunction:
         return None
 
     def resident(self) -> Resident:
-        """Returns the models and optimizers on the GPU during an update."""
+        """Returns the models and optimisers on the GPU during an update."""
         return [], []
 
     def warming_up(self, step: int) -> bool:

@@ -174,7 +174,7 @@ class Policy:
         return digest(trained, self.ranks)
 
     def resident(self) -> Resident:
-        """Returns the models and optimizers on the GPU during an update."""
+        """Returns the models and optimisers on the GPU during an update."""
         return [self.scorer], [self.optimizer]
 
     @property

@@ -61,7 +61,7 @@ class Reference:
         return logprobs
 
     def resident(self) -> Resident:
-        """Returns the models and optimizers on the GPU during an update."""
+        """Returns the models and optimisers on the GPU during an update."""
         return [] if self.scorer is None else [self.scorer], []
 
     def refresh(self, policy: Policy) -> None:

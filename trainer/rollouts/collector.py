@@ -1,4 +1,4 @@
-"""The collector: prompts → completions → rewards → replay buffer, concurrently. Slots bound the
+"""The collector: prompts → completions → rewards → replay-buffer, concurrently. Slots bound the
 staleness.
 
     data-server ──prompt──► router ──n completions──► reward-server ──graded group──►
@@ -87,7 +87,7 @@ class CollectFailed(ServiceError):
 
 
 def _not_ours(group_id: str, problem: str) -> CollectFailed:
-    """Returns the error for a group that the replay buffer should not have handed out."""
+    """Returns the error for a group that the replay-buffer should not have handed out."""
     return CollectFailed(
         f"the replay-buffer handed out group {group_id}, {problem}",
         field="id",
@@ -125,7 +125,7 @@ class UntakenGroup:
 
     @property
     def is_stored(self) -> bool:
-        """Whether the replay buffer answered that it is stored."""
+        """Whether the replay-buffer answered that it is stored."""
         return self.state is GroupState.WAITING
 
 
@@ -267,7 +267,7 @@ class Collector:
         return self._with_tokens(drawn)
 
     async def _collect(self, untaken: UntakenGroup, prompt_ids: list[int]) -> None:
-        """Collects one group, from prompt to replay buffer; when it fails, another group takes its
+        """Collects one group, from prompt to replay-buffer; when it fails, another group takes its
         slot.
         """
         drawn = untaken.drawn
@@ -398,7 +398,7 @@ class Collector:
             await self._changed.wait()
 
     async def take(self, request: TakeRequest) -> list[Group]:
-        """Takes groups for the trainer, in the order in which the replay buffer hands them out;
+        """Takes groups for the trainer, in the order in which the replay-buffer hands them out;
         returns none if there are too few. The groups themselves are those that were stored.
 
         Groups that the buffer evicted as too old are dropped, and others are collected in their
@@ -433,7 +433,7 @@ class Collector:
         return groups
 
     def _drop_stale(self, min_version: int) -> None:
-        """Drops the groups that are older than `min_version`: the replay buffer evicts them. How
+        """Drops the groups that are older than `min_version`: the replay-buffer evicts them. How
         many it has evicted says less: a group that is still being stored follows later, and a late
         copy of one that was trained on counts, too.
         """
@@ -454,7 +454,7 @@ class Collector:
         self._collect_more(len(groups))
 
     async def acknowledge(self, groups: Sequence[Group]) -> None:
-        """Tells the replay buffer that groups are finished. Their prompts are never drawn again."""
+        """Tells the replay-buffer that groups are finished. Their prompts are never drawn again."""
         ids = [group.id for group in groups]
         await self._services.replay.ack(ids)
         self._held.difference_update(ids)

@@ -1,5 +1,5 @@
-"""The turn of a group: it is sent when the engines have room for it, and until then waits here,
-where no clock runs and where every engine can still get it.
+"""Holds a group back until the engines have room for it: while it waits here, no clock runs and
+every engine can still get it.
 """
 
 import asyncio
@@ -15,7 +15,7 @@ _LOOK_S = 0.1
 _LOOK_SHARE = 0.2
 """Most of the time that looks may take: there may be many engines."""
 _OLD_S = 5.0
-"""A look that is so much older than another one need be says nothing any more."""
+"""A look counts for nothing once the next one has been due for this long."""
 _TRANSIT_S = 0.5
 """A group may take so long to get into an engine, which does not count it until then."""
 

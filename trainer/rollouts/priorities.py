@@ -1,7 +1,7 @@
-"""Prioritised reuse: the requests to the replay buffer, and the priorities of groups.
+"""Prioritised reuse: the requests to the replay-buffer, and the priorities of groups.
 
 A priority is a pure function of a group and the advantages of its completions. Priorities are
-relative: the replay buffer takes them to the power of PRIORITY_EXPONENT and divides by their sum.
+relative: the replay-buffer takes them to the power of PRIORITY_EXPONENT and divides by their sum.
 Groups of priority 0 are not reused.
 """
 
@@ -52,7 +52,7 @@ def by_advantage(group: Group, advantages: Sequence[float]) -> float:
 
 
 def by_reward(group: Group, advantages: Sequence[float]) -> float:
-    """Returns 0.1 + max(0, mean reward), as in the replay buffer's own sampling by reward."""
+    """Returns 0.1 + max(0, mean reward), as in the replay-buffer's own sampling by reward."""
     mean = sum(answer.reward for answer in group.answers) / len(group.answers)
     return 0.1 + max(0.0, mean)
 

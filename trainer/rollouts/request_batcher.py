@@ -30,6 +30,19 @@ class RequestBatcher(Generic[_T, _R]):
     lost, is not called again: all items fail. A call with one item keeps that item's request id;
     one with several gets a new id, and a DEBUG line lists the ids of its items.
 
+    For example, `store = RequestBatcher(call, max_size=3)` while `call` takes 10 ms:
+
+        ms    what happens                     calls that begin
+        0     store(a) waits
+        1     store(b) waits
+        3     3 ms have passed since a         call([a, b])
+        4     store(c) waits for its end
+        13    call([a, b]) is answered         call([c])
+        14    store(d), store(e), store(f)
+        15    store(g) does not fit beside     call([d, e, f])
+        23    call([c]) is answered
+        25    call([d, e, f]) is answered      call([g])
+
     Args:
         call: takes items, returns their results in order.
         max_size: limit on the total size of the items in one call; a larger item is sent alone.

@@ -83,7 +83,7 @@ class Rollouts:
 
         Args:
             step: the policy's step.
-            known: whether the experience in the replay buffer belongs to this run, from an earlier
+            known: whether the experience in the replay-buffer belongs to this run, from an earlier
                 attempt.
 
         Raises ConfigError for too little data, for another run's experience that would be reused,

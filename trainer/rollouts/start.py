@@ -38,7 +38,7 @@ async def set_back(
         context: the services of the run.
         step: the policy's step.
         position: the position in the prompt stream.
-        known: whether the experience in the replay buffer belongs to this run.
+        known: whether the experience in the replay-buffer belongs to this run.
         trained: fresh groups that this run has trained on.
 
     Raises ConfigError when another run's experience would be reused, or a reward function fails.

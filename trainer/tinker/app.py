@@ -122,7 +122,16 @@ class _Calls:
                 arguments["body"] = requests.validated(form, dict(request.query_params))
             elif form is not None:
                 arguments["body"] = requests.validated(form, await read_json(request))
-            return _response(await handler(owner, **arguments))
+            answer = await handler(owner, **arguments)
+            if isinstance(answer, Response):
+                return answer
+            if answer is None:
+                return Response(status_code=204)
+            if isinstance(answer, TinkerResult):
+                kind = JSON if answer.is_json else _PROTOBUF
+                headers = {"X-Sampled-From": answer.weights} if answer.weights else None
+                return Response(answer.content, media_type=kind, headers=headers)
+            return JSONResponse(_future(answer) if isinstance(answer, TinkerOperation) else answer)
 
         call.__doc__ = handler.__doc__
         call.__name__ = handler.__name__
@@ -152,21 +161,6 @@ class _Calls:
         return partial(self.add, "POST", path)
 
 
-def _response(answer: Any) -> Response:
-    """Returns the response with an answer; that of an operation has the name of its future."""
-    if isinstance(answer, Response):
-        return answer
-    if answer is None:
-        return Response(status_code=204)
-    if isinstance(answer, TinkerOperation):
-        return JSONResponse(_future(answer))
-    if isinstance(answer, TinkerResult):
-        kind = "application/json" if answer.is_json else _PROTOBUF
-        headers = {"X-Sampled-From": answer.weights} if answer.weights else None
-        return Response(answer.content, media_type=kind, headers=headers)
-    return JSONResponse(answer)
-
-
 def _add_fixed(calls: _Calls, server: TinkerServer) -> None:
     """Adds the calls whose answer is always the same."""
     model = {
@@ -186,14 +180,11 @@ def _add_fixed(calls: _Calls, server: TinkerServer) -> None:
         ("POST", "telemetry"): {"status": "accepted"},
     }
     for (method, path), answer in answers.items():
-        calls.add(method, path, _constant(path, answer))
 
+        async def fixed(owner: str, answer: object = answer) -> Any:
+            return answer
 
-def _constant(path: str, answer: object) -> Handler:
-    async def handler(owner: str) -> Any:
-        return answer
-
-    return _named(handler, path)
+        calls.add(method, path, _named(fixed, path))
 
 
 def _named(handler: Handler, path: str) -> Handler:
@@ -203,7 +194,7 @@ def _named(handler: Handler, path: str) -> Handler:
 
 
 def _add_operations(calls: _Calls, server: TinkerServer) -> None:
-    """Adds what is answered by a future, and the calls for futures."""
+    """Adds the calls that are answered by a future, and those that ask for a future's result."""
     for kind, form in requests.OPERATIONS.items():
 
         async def accept(owner: str, body: requests.Numbered, kind: str = kind) -> Any:
@@ -382,7 +373,7 @@ def _add_links(calls: _Calls, server: TinkerServer) -> None:
 
     @calls.get(f"{_CHECKPOINT}/external_weights_urls")
     async def links(owner: str, base_url: str, run: str, kind: str, name: str) -> Any:
-        """Links to the files of weights."""
+        """Returns links to the files of weights."""
         checkpoint = state.checkpoint(owner, run, kind, name)
         expires = int(time.time()) + _LINK_S
         urls = {}

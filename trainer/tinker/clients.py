@@ -4,6 +4,7 @@ key.
 
 import hmac
 import os
+import re
 from collections.abc import Mapping
 
 from common.errors import ConfigError, Unauthorized
@@ -12,7 +13,7 @@ from common.process.security import token
 KEYS = "TINKER_KEYS"
 _PREFIX = "tml-"
 """The SDK takes no other key."""
-_SHORTEST = 16
+_ENTRY = re.compile(r"(?P<name>[^=]+)=(?P<key>tml-.{12,})")
 ANYONE = "anyone"
 
 
@@ -28,16 +29,17 @@ class Clients:
         given = (os.environ if env is None else env).get(KEYS, "")
         shared = token(env)
         self._keys = {ANYONE: _PREFIX + shared} if shared else {}
-        for number, entry in enumerate(entry for entry in given.split(",") if entry.strip()):
-            name, _, key = entry.strip().partition("=")
-            if not name or not key.startswith(_PREFIX) or len(key) < _SHORTEST:
+        entries = [entry.strip() for entry in given.split(",") if entry.strip()]
+        for number, entry in enumerate(entries, 1):
+            found = _ENTRY.fullmatch(entry)
+            if found is None:
                 raise ConfigError(
-                    f"entry {number + 1} is not NAME=KEY with a key of at least {_SHORTEST} "
-                    f"characters that begins with {_PREFIX}",
+                    f"entry {number} is not NAME=KEY with a key of at least 16 characters that "
+                    f"begins with {_PREFIX}",
                     field=KEYS,
                     remedy="make a key with: echo tml-$(openssl rand -hex 32)",
                 )
-            self._keys[name] = key
+            self._keys[found["name"]] = found["key"]
 
     @property
     def are_told_apart(self) -> bool:

@@ -123,14 +123,14 @@ class _Run:
     """Updates this rank's share of `weights`."""
     gradient: Tensor | None = None
     """Like `weights`, the sum since the last step; None for 0."""
-    factors: list[Tensor] = field(default_factory=list)
+    factors: dict[str, Tensor] = field(default_factory=dict)
     """Parts of `weights`, as leaves of autograd."""
 
-    def views(self, vector: Tensor) -> list[Tensor]:
-        """Returns the parts of a vector like `weights`, in the shapes of the factors."""
+    def views(self, vector: Tensor) -> dict[str, Tensor]:
+        """Returns the parts of a vector like `weights`, by name in the shapes of the factors."""
         sizes = [math.prod(shape) for shape in self.shapes.values()]
-        parts = vector[: sum(sizes)].split(sizes)
-        return [part.view(shape) for part, shape in zip(parts, self.shapes.values(), strict=True)]
+        parts = zip(self.shapes.items(), vector[: sum(sizes)].split(sizes), strict=True)
+        return {name: part.view(shape) for (name, shape), part in parts}
 
 
 def _everywhere(method: _Method) -> _Method:
@@ -145,7 +145,11 @@ def _everywhere(method: _Method) -> _Method:
 
 
 class RunLearner:
-    """See `trainer.tinker.interface.Learner`. Every rank has one; those above 0 `follow`.
+    """All runs on one base model. Every rank has one; those above 0 `follow`.
+
+    The operations of a run are deterministic: the same ones in the same order give the same bits,
+    whatever other runs do in between. One that raises InvalidInput, NotFound or Conflict changes
+    nothing.
 
     It must be used by one thread at a time, inside `reproducible_numbers`. `config` says which base
     (`model`), on which device and in which passes (`trainer`), how it is sharded (`parallel`), the
@@ -183,19 +187,38 @@ class RunLearner:
 
     @_everywhere
     def create(self, run: str, spec: LoraSpec) -> None:
-        """See `Learner`."""
+        """Adds a run, whose adapter has no effect yet. Raises Conflict for one that exists."""
         if run in self._runs:
             raise Conflict(
                 "this run exists", field="model_id", value=run, remedy="use another name"
             )
-        self._check_spec(spec)
+        highest = int(self.model.config.get_text_config().hidden_size)
+        # SGLang reserves memory for adapters of this rank.
+        if self._config.lora.rank:
+            highest = min(highest, self._config.lora.rank)
+        if not 1 <= spec.rank <= highest:
+            raise InvalidInput(
+                f"a rank is 1 to {highest} here",
+                field="lora_config.rank",
+                value=spec.rank,
+                remedy="use a lower one, or start the server with a higher lora.rank",
+            )
         shapes = self._shapes(spec)
+        if not shapes:
+            raise InvalidInput(
+                "the base model has no layers of the kinds that are to be trained",
+                field="lora_config",
+                value=spec,
+                remedy="set train_attn, train_mlp or train_unembed",
+            )
         first = [first_factor(spec.seed or 0, name, shape) for name, shape in shapes.items()]
         self._add(run, spec, shapes, torch.cat([factor.flatten() for factor in first]))
 
     @_everywhere
     def optim_step(self, run: str, adam: AdamParams) -> dict[str, float]:
-        """See `Learner`. Returns the norm of the gradient before clipping."""
+        """Applies the run's gradients, which are 0 afterwards; returns the norm of the gradient
+        before clipping.
+        """
         known = self._known(run)
         gradient = known.gradient
         if gradient is None:  # momentum and weight decay still apply
@@ -204,10 +227,12 @@ class RunLearner:
         if adam.grad_clip_norm > 0:
             gradient.mul_(torch.clamp(adam.grad_clip_norm / (norm + 1e-6), max=1.0))
         (group,) = known.optimizer.param_groups
-        group["lr"] = adam.learning_rate
-        group["betas"] = (adam.beta1, adam.beta2)
-        group["eps"] = adam.eps
-        group["weight_decay"] = adam.weight_decay
+        group.update(
+            lr=adam.learning_rate,
+            betas=(adam.beta1, adam.beta2),
+            eps=adam.eps,
+            weight_decay=adam.weight_decay,
+        )
         (share,) = group["params"]
         share.grad = self._share(gradient)
         known.optimizer.step()
@@ -219,7 +244,9 @@ class RunLearner:
 
     @_everywhere
     def save(self, run: str, folder: Path) -> None:
-        """See `Learner`."""
+        """Writes a run to a folder that does not exist, durably: it has its name when all of it is
+        on the disk. The state of the optimiser and the gradients are part of it.
+        """
         known = self._known(run)
         state: dict[str, Tensor] = {}
         size = sum(math.prod(shape) for shape in known.shapes.values())
@@ -231,11 +258,14 @@ class RunLearner:
             state["gradient"] = known.gradient[:size].cpu()
         if self._ranks.is_rank_zero:
             alpha = self._config.lora.alpha
-            saved = run_files.Saved(known.spec, alpha, self._named(known), state)
+            factors = known.views(known.weights.detach().cpu())
+            saved = run_files.Saved(known.spec, alpha, factors, state)
             run_files.write(saved, self._adapter_config(known.spec), folder)
 
     def load(self, run: str, folder: Path, optimizer: bool) -> None:
-        """See `Learner`."""
+        """Sets a run to what `save` wrote; creates it if it is not in memory. Without `optimizer`
+        its optimiser begins anew, and gradients are 0.
+        """
         self._load(run, run_files.read(folder, optimizer))
 
     @_everywhere
@@ -264,16 +294,19 @@ class RunLearner:
             made.optimizer.state[share] = {"step": step, **moments}
 
     def export_adapter(self, run: str, folder: Path) -> str:
-        """See `Learner`."""
+        """Writes the adapter as PEFT's files to a folder that does not exist, durably; returns the
+        checksum of its weights.
+        """
         known = self._known(run)
         dtype = torch.bfloat16 if self.low_precision else torch.float32
-        return run_files.write_adapter(
-            self._named(known, dtype), self._adapter_config(known.spec), folder
-        )
+        factors = known.views(known.weights.detach().to("cpu", dtype))
+        return run_files.write_adapter(factors, self._adapter_config(known.spec), folder)
 
     @_everywhere
     def unload(self, run: str) -> None:
-        """See `Learner`."""
+        """Frees the memory of a run, which is lost unless it is saved; does nothing for one that
+        is not in memory.
+        """
         self._runs.pop(run, None)
 
     def follow(self) -> None:
@@ -300,26 +333,6 @@ class RunLearner:
                 remedy="create it, or load it from a checkpoint",
             )
         return self._runs[run]
-
-    def _check_spec(self, spec: LoraSpec) -> None:
-        highest = int(self.model.config.get_text_config().hidden_size)
-        # SGLang reserves memory for adapters of this rank.
-        if self._config.lora.rank:
-            highest = min(highest, self._config.lora.rank)
-        if not 1 <= spec.rank <= highest:
-            raise InvalidInput(
-                f"a rank is 1 to {highest} here",
-                field="lora_config.rank",
-                value=spec.rank,
-                remedy="use a lower one, or start the server with a higher lora.rank",
-            )
-        if not self._chosen(spec):
-            raise InvalidInput(
-                "the base model has no layers of the kinds that are to be trained",
-                field="lora_config",
-                value=spec,
-                remedy="set train_attn, train_mlp or train_unembed",
-            )
 
     def _chosen(self, spec: LoraSpec) -> list[_Place]:
         """Returns the places of a run's factors."""
@@ -353,7 +366,9 @@ class RunLearner:
         # The values of every step are those of its request.
         optimizer = torch.optim.AdamW([share], fused=True)
         made = _Run(spec, shapes, weights, optimizer)
-        made.factors = [part.requires_grad_() for part in made.views(weights.detach())]
+        made.factors = made.views(weights.detach())
+        for factor in made.factors.values():
+            factor.requires_grad_()
         self._runs[run] = made
         return made
 
@@ -379,20 +394,19 @@ class RunLearner:
         """Inside this context the base has the adapter of a run, whose gradient is added to
         `gradient`.
         """
-        parts = [None] * len(run.factors) if gradient is None else run.views(gradient)
-        for factor, part in zip(run.factors, parts, strict=True):
-            factor.grad = part
+        for name, part in run.views(gradient).items() if gradient is not None else ():
+            run.factors[name].grad = part
         chosen = self._chosen(run.spec)
-        pairs = zip(run.factors[::2], run.factors[1::2], strict=True)
-        for place, pair in zip(chosen, pairs, strict=True):
-            place.factors = pair
+        for place in chosen:
+            lora_a, lora_b = place.shapes(run.spec.rank)
+            place.factors = (run.factors[lora_a], run.factors[lora_b])
             place.scale = self._config.lora.alpha / run.spec.rank
         try:
             yield
         finally:
             for place in chosen:
                 place.factors = None
-            for factor in run.factors:
+            for factor in run.factors.values():
                 factor.grad = None
 
     @_everywhere
@@ -405,8 +419,8 @@ class RunLearner:
         *,
         backward: bool,
     ) -> Outputs:
-        """Computes a loss, and adds its gradient to the run's if it is `backward`; see `Learner`.
-        Raises InvalidInput, on all ranks, also if one of the two is not finite.
+        """Computes a loss, and adds its gradient to the run's if it is `backward`. Raises
+        InvalidInput, on all ranks, also if one of the two is not finite.
         """
         known = self._known(run)
         chosen, settings = checked_loss(loss, config, self._config.tinker.stable_reinforce)
@@ -427,14 +441,25 @@ class RunLearner:
         for part in self._ranks.collect(own):
             found |= part
         if not finite:
-            raise _not_finite(found)
+            bad = [number for number, logprobs in found.items() if not np.isfinite(logprobs).all()]
+            place = min(bad, default=None)
+            raise InvalidInput(
+                "the loss or its gradient is not finite: nothing was added to the gradient of the "
+                "run",
+                field="data" if place is None else f"data[{place}]",
+                value="not finite",
+                remedy="look for log-probabilities of the sampler that are far below those of the "
+                "run"
+                if place is None
+                else "load an earlier checkpoint and lower the learning rate",
+            )
 
         if gradient is not None and known.gradient is not None:
             known.gradient += gradient
         elif gradient is not None:
             known.gradient = gradient
-        arrays = [{"logprobs": found[number]} for number in sorted(found)]
-        return Outputs(arrays, {"loss:sum": float(loss_sum)})
+        logprobs = [found[number] for number in sorted(found)]
+        return Outputs(logprobs, {"loss:sum": float(loss_sum)})
 
     forward = partialmethod(_pass, backward=False)
     forward_backward = partialmethod(_pass, backward=True)
@@ -498,11 +523,6 @@ class RunLearner:
         scored: Tensor = self.scorer(moved(rows, device), moved(flat.long(), device), 1.0).logprobs
         return scored
 
-    def _named(self, run: _Run, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
-        """Returns the factors in host memory, by name."""
-        parts = run.views(run.weights.detach().to("cpu", dtype))
-        return dict(zip(run.shapes, parts, strict=True))
-
 
 def _places(model: Any, config: Config) -> list[_Place]:
     """Returns the places of factors beside all layers of a model that can have an adapter, in the
@@ -535,18 +555,3 @@ def _places(model: Any, config: Config) -> list[_Place]:
             )
         )
     return found
-
-
-def _not_finite(found: Mapping[int, Array]) -> InvalidInput:
-    """Returns the error for a loss or a gradient that is not finite, given the log-probabilities;
-    nothing was added.
-    """
-    bad = [number for number in sorted(found) if not np.isfinite(found[number]).all()]
-    return InvalidInput(
-        "the loss or its gradient is not finite: nothing was added to the gradient of the run",
-        field=f"data[{bad[0]}]" if bad else "data",
-        value="not finite",
-        remedy="load an earlier checkpoint and lower the learning rate"
-        if bad
-        else "look for log-probabilities of the sampler that are far below those of the run",
-    )

@@ -67,17 +67,6 @@ Top = Sequence[Sequence[Sequence[Any]] | None]
 """Log-probability and token of the likeliest at each place; None where nothing is known."""
 
 
-@dataclass(frozen=True)
-class SampleAnswer:
-    """One sampled sequence."""
-
-    tokens: Sequence[int]
-    logprobs: Sequence[float]
-    stop_reason: str
-    """`stop` or `length`."""
-    top: Top | None = None
-
-
 def read_pass(body: bytes) -> Pass:
     """Returns a request for a pass. Raises InvalidInput for one that is malformed or not text."""
     found = MESSAGES.decode("Pass", body)
@@ -162,53 +151,48 @@ def write_outputs(outputs: Outputs) -> bytes:
     """Returns Tinker's `ForwardBackwardOutput`."""
     kind = "ArrayRecord"
     records = []
-    for _, group in groupby(outputs.arrays, key=_trailing):
-        data = list(group)
-        arrays = {name: _joined([each[name] for each in data]) for name in sorted(data[0])}
-        records.append({"kind": kind, "arrays": _entries(arrays), "count": len(data)})
-    metrics = _entries(outputs.metrics)
+    # The arrays of a record have all but the number of tokens in common.
+    for shape, group in groupby(outputs.logprobs, key=lambda array: array.shape[1:]):
+        parts = [np.ascontiguousarray(array, "<f4").tobytes() for array in group]
+        joined = {
+            "data": b"".join(parts),
+            "ends": np.cumsum([0, *map(len, parts)], dtype="<i8").tobytes(),
+            "dtype": _FLOAT32,
+            "trailing_shape": shape,
+        }
+        arrays = [{"key": "logprobs", "value": joined}]
+        records.append({"kind": kind, "arrays": arrays, "count": len(parts)})
+    metrics = [{"key": name, "value": value} for name, value in outputs.metrics.items()]
     return MESSAGES.encode("Outputs", {"kind": kind, "records": records, "metrics": metrics})
 
 
-def _entries(values: Mapping[str, Any]) -> list[dict[str, Any]]:
-    return [{"key": key, "value": value} for key, value in values.items()]
-
-
-def _trailing(arrays: Mapping[str, Array]) -> list[tuple[str, tuple[int, ...]]]:
-    """Returns what the arrays of one record have in common: all but the number of tokens."""
-    return [(name, array.shape[1:]) for name, array in sorted(arrays.items())]
-
-
-def _joined(arrays: list[Array]) -> dict[str, Any]:
-    parts = [np.ascontiguousarray(array, "<f4").tobytes() for array in arrays]
-    ends = np.cumsum([0, *map(len, parts)], dtype="<i8")
-    return {
-        "data": b"".join(parts),
-        "ends": ends.tobytes(),
-        "dtype": _FLOAT32,
-        "trailing_shape": arrays[0].shape[1:],
-    }
-
-
 def write_samples(
-    samples: Sequence[SampleAnswer],
+    samples: Sequence[Mapping[str, Any]],
     prompt_logprobs: Sequence[float | None] | None = None,
     top_of_prompt: Top | None = None,
     targets: Mapping[str, Any] | None = None,
 ) -> bytes:
-    """Returns Tinker's `SampleResponse`. `targets` is a `Tensor`."""
+    """Returns Tinker's `SampleResponse`.
+
+    Args:
+        samples: `tokens` and `logprobs` [L], `reason` (`stop` or `length`), and perhaps
+            `top`.
+        prompt_logprobs: [T], None for tokens without one.
+        top_of_prompt: [T].
+        targets: a `Tensor`.
+    """
     sequences = [
         {
-            "reason": _STOP_REASONS[sample.stop_reason],
-            "tokens": np.asarray(sample.tokens, "<i4").tobytes(),
-            "logprobs": np.asarray(sample.logprobs, "<f4").tobytes(),
-            "top": _top(sample.top),
+            "reason": _STOP_REASONS[sample["reason"]],
+            "tokens": np.asarray(sample["tokens"], "<i4").tobytes(),
+            "logprobs": np.asarray(sample["logprobs"], "<f4").tobytes(),
+            "top": _top(sample.get("top")),
         }
         for sample in samples
     ]
     scores = None
     if prompt_logprobs is not None:
-        scores = np.array([np.nan if x is None else x for x in prompt_logprobs], "<f4").tobytes()
+        scores = np.array(prompt_logprobs, "<f4").tobytes()  # None becomes NaN
     answer = {
         "sequences": sequences,
         "prompt_logprobs": scores,

@@ -10,8 +10,10 @@ A message is a sequence of fields: a varint with the number and the kind of each
 The SDK's own classes are generated code of a package that this project does not need otherwise.
 """
 
+import itertools
 import struct
 from collections.abc import Iterator, Mapping
+from io import BytesIO
 from typing import Any
 
 from common.errors import InvalidInput, TooLarge
@@ -96,44 +98,35 @@ def _fields(message: bytes) -> Iterator[tuple[int, int | float | bytes]]:
     """Yields the number and the value of each field: bytes of texts, arrays and messages, a float
     for a double, an int for any other number.
     """
-    at = 0
-    count = 0
-    while at < len(message):
-        count += 1
+    stream = BytesIO(message)
+    for count in itertools.count(1):
+        if stream.tell() == len(message):
+            return
         if count > MOST_FIELDS:
             raise TooLarge(
                 f"a message has more than {MOST_FIELDS:,} fields",
                 field="body",
-                remedy="send fewer data at once",
+                remedy="send less data in one message",
             )
-        key, at = _read_varint(message, at)
-        number = key >> 3
+        key = _read_varint(stream)
         kind = key & 7
         if kind == _VARINT:
-            value, at = _read_varint(message, at)
-            yield number, value
+            yield key >> 3, _read_varint(stream)
             continue
 
-        if kind == _BYTES:
-            size, at = _read_varint(message, at)
-        elif kind in _WIDTHS:
-            size = _WIDTHS[kind]
-        else:
-            raise _malformed(f"kind {kind} at byte {at}")
-        if at + size > len(message):
-            raise _malformed(f"a field of {size} bytes at byte {at} of {len(message)}")
-        content = message[at : at + size]
-        at += size
-        yield number, struct.unpack("<d", content)[0] if kind == _DOUBLE else content
+        size = _read_varint(stream) if kind == _BYTES else _WIDTHS.get(kind, len(message) + 1)
+        content = stream.read(min(size, len(message)))
+        if len(content) != size:
+            raise _malformed(
+                f"a field of kind {kind} with {size} bytes before byte {stream.tell()}"
+            )
+        yield key >> 3, struct.unpack("<d", content)[0] if kind == _DOUBLE else content
 
 
-def _numbers(content: bytes) -> list[int]:
-    found: list[int] = []
-    at = 0
-    while at < len(content):
-        number, at = _read_varint(content, at)
-        found.append(number)
-    return found
+def _numbers(content: bytes) -> Iterator[int]:
+    stream = BytesIO(content)
+    while stream.tell() < len(content):
+        yield _read_varint(stream)
 
 
 def _varint(value: int) -> bytes:
@@ -145,18 +138,14 @@ def _varint(value: int) -> bytes:
     return bytes(parts)
 
 
-def _read_varint(message: bytes, at: int) -> tuple[int, int]:
-    """Returns the number at a position, and the position behind it."""
+def _read_varint(stream: BytesIO) -> int:
     value = 0
     for shift in range(0, 70, 7):
-        if at >= len(message):
-            break
-        byte = message[at]
-        at += 1
+        (byte,) = stream.read(1) or [0x80]  # at the end of the message: it does not end
         value |= (byte & 0x7F) << shift
         if byte < 0x80:
-            return value, at
-    raise _malformed(f"a number that does not end, at byte {at}")
+            return value
+    raise _malformed(f"a number that does not end, before byte {stream.tell()}")
 
 
 def _malformed(what: str) -> InvalidInput:

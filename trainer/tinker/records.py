@@ -26,7 +26,6 @@ class TinkerRun:
     session: str
     owner: str
     lora: LoraSpec
-    created: float
     used: float
     about: dict[str, Any] | None = None
     snapshot: int = -1

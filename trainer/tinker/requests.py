@@ -7,24 +7,33 @@ from itertools import pairwise
 from typing import Annotated, Any, Literal, TypeVar
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveInt,
+    ValidationError,
+)
 
 from common.errors import InvalidInput
 from common.wire.codec import parse_json
-from common.wire.schemas import AtMost
+from common.wire.schemas import AtMost, Wire
 from trainer.tinker.interface import AdamParams, LoraSpec
 
 Metadata = Annotated[dict[str, Any], AtMost(1000)]
 Labels = Annotated[dict[str, str], AtMost(1000)]
 _B = TypeVar("_B", bound=BaseModel)
 _Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$")]
+_Ints = Annotated[list[int], AtMost(1 << 20)]
 _Ttl = Annotated[int, Field(ge=3600, le=10 * 366 * 86400)]
 
 
-class TinkerBody(BaseModel):
+class TinkerBody(Wire):
     """A request."""
 
-    model_config = ConfigDict(extra="forbid", protected_namespaces=(), allow_inf_nan=False)
+    model_config = ConfigDict(protected_namespaces=())
     type: str = ""
 
     def stored(self) -> bytes:
@@ -38,14 +47,14 @@ class TinkerBody(BaseModel):
 class Page(BaseModel):
     """Which part of a list a client asks for, in a query."""
 
-    limit: Annotated[int, Field(ge=0)] = 20
-    offset: Annotated[int, Field(ge=0)] = 0
+    limit: NonNegativeInt = 20
+    offset: NonNegativeInt = 0
 
 
 class CreateSession(TinkerBody):
     """Begins a session."""
 
-    tags: Annotated[list[str], AtMost(1000)] = []
+    tags: Annotated[list[str], AtMost(1000)] = Field([])
     user_metadata: Metadata | None = None
     sdk_version: str = ""
     project_id: str | None = None
@@ -69,7 +78,7 @@ class CreateModel(TinkerBody):
     """Begins a run."""
 
     session_id: str
-    model_seq_id: Annotated[int, Field(ge=0)]
+    model_seq_id: NonNegativeInt
     base_model: str
     user_metadata: Metadata | None = None
     lora_config: LoraSpec
@@ -86,7 +95,7 @@ class RunBody(TinkerBody):
 class Numbered(RunBody):
     """An operation of a run."""
 
-    seq_id: Annotated[int, Field(ge=1)]
+    seq_id: PositiveInt
 
 
 class OptimStep(Numbered):
@@ -108,7 +117,7 @@ class SaveForSampler(Numbered):
     """Saves weights for sampling."""
 
     path: _Name | None = None
-    sampling_session_seq_id: Annotated[int, Field(ge=0)] | None = None
+    sampling_session_seq_id: NonNegativeInt | None = None
     kind: Literal["snapshot"] = "snapshot"
     """`inflight`, which changes under its requests, is not served."""
     ttl_seconds: _Ttl | None = None
@@ -137,9 +146,9 @@ class LoadWeights(TinkerBody):
     """Loads weights, into a run or as a new one."""
 
     model_id: str | None = None
-    seq_id: Annotated[int, Field(ge=1)] | None = None
+    seq_id: PositiveInt | None = None
     session_id: str | None = None
-    model_seq_id: Annotated[int, Field(ge=0)] | None = None
+    model_seq_id: NonNegativeInt | None = None
     base_model: str | None = None
     user_metadata: Metadata | None = None
     path: str
@@ -152,7 +161,7 @@ class LoadWeights(TinkerBody):
 class CreateSampler(SessionBody):
     """Begins to sample."""
 
-    sampling_session_seq_id: Annotated[int, Field(ge=0)]
+    sampling_session_seq_id: NonNegativeInt
     base_model: str | None = None
     model_path: str | None = None
 
@@ -163,47 +172,43 @@ class JoinSampler(TinkerBody):
     sampling_session_id: str
 
 
-class Chunk(BaseModel):
+class Chunk(Wire):
     """Tokens of a prompt."""
 
-    model_config = ConfigDict(extra="forbid")
-    tokens: Annotated[list[int], AtMost(1 << 20)]
+    tokens: _Ints
     type: Literal["encoded_text"] = "encoded_text"
 
 
-class PromptChunks(BaseModel):
+class PromptChunks(Wire):
     """A prompt of text."""
 
-    model_config = ConfigDict(extra="forbid")
     chunks: Annotated[list[Chunk], AtMost(10_000)]
 
 
-class SampleParams(BaseModel):
+class SampleParams(Wire):
     """How to sample."""
 
-    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
-    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_tokens: PositiveInt | None = None
     seed: int | None = None
     stop: str | Annotated[list[str], AtMost(1000)] | Annotated[list[int], AtMost(1000)] | None = (
         None
     )
     """None: at the model's end of text; an empty list: at nothing; others: at these and the end."""
-    temperature: Annotated[float, Field(ge=0)] = 1.0
+    temperature: NonNegativeFloat = 1.0
     top_k: Annotated[int, Field(ge=-1)] = -1
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
 
 
-class TokenTensor(BaseModel):
+class TokenTensor(Wire):
     """Tokens to score at the places of a prompt after the first, [T - 1, K]; -1 stands for none. A
     sparse one lists tokens with their places (CSR).
     """
 
-    model_config = ConfigDict(extra="forbid")
     data: Annotated[list[Annotated[int, Field(ge=-1)]], AtMost(1 << 20)]
     dtype: Literal["int64"]
     shape: tuple[PositiveInt, PositiveInt]
-    sparse_crow_indices: Annotated[list[int], AtMost(1 << 20)] | None = None
-    sparse_col_indices: Annotated[list[int], AtMost(1 << 20)] = []
+    sparse_crow_indices: _Ints | None = None
+    sparse_col_indices: _Ints = Field([])
 
     @property
     def tokens(self) -> list[int]:
@@ -229,16 +234,14 @@ class TokenTensor(BaseModel):
                 value=self.shape,
                 remedy=f"send {len(scores) - 1} rows: one for each token after the first",
             )
-        content = np.array(values, "<f4").tobytes()
-        answer: dict[str, Any] = {"dtype": 1, "shape": self.shape}
-        if ends is None:
-            return {**answer, "dense": content}
-        sparse = {
-            "values": content,
-            "row_ends": np.array(ends, "<i8").tobytes(),
-            "columns": np.array(self.sparse_col_indices, "<i8").tobytes(),
-        }
-        return {**answer, "sparse": sparse}
+        content: dict[str, Any] = {"dense": np.array(values, "<f4").tobytes()}
+        if ends is not None:
+            content["sparse"] = {
+                "values": content.pop("dense"),
+                "row_ends": np.array(ends, "<i8").tobytes(),
+                "columns": np.array(self.sparse_col_indices, "<i8").tobytes(),
+            }
+        return {"dtype": 1, "shape": self.shape, **content}
 
 
 class Sample(TinkerBody):
@@ -248,12 +251,12 @@ class Sample(TinkerBody):
     prompt: PromptChunks
     sampling_params: SampleParams
     sampling_session_id: str
-    seq_id: Annotated[int, Field(ge=0)]
+    seq_id: NonNegativeInt
     base_model: None = None
     model_path: None = None
     """The sampling session has them."""
     prompt_logprobs: bool | None = None
-    prompt_logprobs_last_n: Annotated[int, Field(ge=1)] | None = None
+    prompt_logprobs_last_n: PositiveInt | None = None
     topk_prompt_logprobs: Annotated[int, Field(ge=0, le=1024)] = 0
     topk_sample_logprobs: Annotated[int, Field(ge=0, le=1024)] = 0
     target_prompt_logprobs: TokenTensor | None = None
@@ -277,16 +280,16 @@ class Target(BaseModel):
 
     type: str = "sampling_session"
     sampling_session_id: str
-    cloned_sampler_id: Annotated[int, Field(ge=0)] = 0
+    cloned_sampler_id: NonNegativeInt = 0
 
 
 class RetrieveMany(TinkerBody):
     """Asks what is finished."""
 
     target: Target
-    prev_cursor: Annotated[int, Field(ge=0)] = 0
-    timeout: Annotated[float, Field(ge=0)] | None = None
-    retrieved_request_ids: Annotated[list[str], AtMost(100_000)] = []
+    prev_cursor: NonNegativeInt = 0
+    timeout: NonNegativeFloat | None = None
+    retrieved_request_ids: Annotated[list[str], AtMost(100_000)] = Field([])
 
 
 class TinkerPath(TinkerBody):
@@ -332,7 +335,7 @@ def validated(kind: type[_B], content: object) -> _B:
         field = ".".join(path[:2])
         served = _INSTEAD.get(field) or _INSTEAD.get(path[0] if path else "")
         raise InvalidInput(
-            f"this server does not serve this: {first['msg']}" if served else first["msg"],
+            f"this server does not support this: {first['msg']}" if served else first["msg"],
             field=field or "body",
             value=first.get("input"),
             remedy=f"use {served}" if served else "send what the SDK `tinker` 0.38 sends",

@@ -10,11 +10,10 @@ A folder has its name when all of it is on the disk.
 import json
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
-from functools import partial
 from pathlib import Path
-from typing import TypeVar
 
 from safetensors.torch import load_file
 from torch import Tensor
@@ -28,7 +27,6 @@ from trainer.weights.tensor_file import write_tensors
 _OPTIMIZER = "optimizer.safetensors"
 RUN = "run.json"
 _FORMAT = 1
-_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -46,20 +44,18 @@ class Saved:
 
 def write(saved: Saved, config: str, folder: Path) -> None:
     """Writes a run, durably; `config` is the text of PEFT's `adapter_config.json`."""
-
-    def files(directory: Path) -> None:
+    with _durably(folder) as directory:
         sums = {ADAPTER_WEIGHTS: _adapter(saved.factors, config, directory)}
         if saved.optimizer:
             sums[_OPTIMIZER] = _tensors(saved.optimizer, directory / _OPTIMIZER)
         content = {"lora": asdict(saved.spec), "alpha": saved.alpha, "checksums": sums}
         (directory / RUN).write_text(json.dumps({"format": _FORMAT, **content}))
 
-    _durably(folder, files)
-
 
 def write_adapter(factors: dict[str, Tensor], config: str, folder: Path) -> str:
     """Writes an adapter in PEFT's format, durably; returns the checksum of its weights."""
-    return _durably(folder, partial(_adapter, factors, config))
+    with _durably(folder) as directory:
+        return _adapter(factors, config, directory)
 
 
 def read(folder: Path, optimizer: bool) -> Saved:
@@ -107,17 +103,19 @@ def _tensors(tensors: dict[str, Tensor], path: Path) -> str:
         return write_tensors(tensors, stream)
 
 
-def _durably(folder: Path, files: Callable[[Path], _T]) -> _T:
-    """Writes files to a folder, which gets its name when they are on the disk."""
-    partial_folder = folder.with_name(f"{folder.name}.partial")
-    shutil.rmtree(partial_folder, ignore_errors=True)
-    partial_folder.mkdir(parents=True)
-    result = files(partial_folder)
-    for path in (*partial_folder.iterdir(), partial_folder):
+@contextmanager
+def _durably(folder: Path) -> Iterator[Path]:
+    """Yields a directory for the files of a folder, which gets its name when they are on the
+    disk.
+    """
+    directory = folder.with_name(f"{folder.name}.partial")
+    shutil.rmtree(directory, ignore_errors=True)
+    directory.mkdir(parents=True)
+    yield directory
+    for path in (*directory.iterdir(), directory):
         _sync(path)
-    partial_folder.rename(folder)
+    directory.rename(folder)
     _sync(folder.parent)
-    return result
 
 
 def _sync(path: Path) -> None:

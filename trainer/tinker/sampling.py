@@ -10,10 +10,9 @@ crash gets the same answer, and so does a loop that goes on from its last checkp
 import asyncio
 import logging
 import time
+from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,14 +24,15 @@ from common.weights.checksums import checksum
 from services.http.sqlite_store import sum_of
 from services.rollout.engine_client import EngineClient
 from trainer.tinker import requests
-from trainer.tinker.messages import SampleAnswer, write_samples
+from trainer.tinker.messages import write_samples
 from trainer.tinker.records import Checkpoint, Sampler, TinkerResult
 from trainer.tinker.state import State
 from trainer.tinker.store import Journal
-from trainer.tinker.training import failure
-from trainer.tinker.turns import Turns
+from trainer.tinker.training import Spawn, failure
 
 log = logging.getLogger(__name__)
+_AT_ONCE = 256
+"""The most requests that the engines have at a time."""
 _LOAD_S = 300.0
 _AGAIN_S = 1.0
 """Between attempts to load an adapter into an engine that has just started."""
@@ -100,8 +100,8 @@ class Sampling:
 
     Args:
         client: the engines, or the router in front of them.
-        at_once: the most requests that the engines have at a time.
         max_context_tokens: of prompt and answer.
+        spawn: begins a task, which ends with the server.
         finished: called with line and number when a result is on disk.
     """
 
@@ -113,66 +113,71 @@ class Sampling:
         journal: Journal,
         *,
         max_context_tokens: int,
+        spawn: Spawn,
         finished: Callable[[str, int], None],
-        at_once: int = 256,
     ) -> None:
-        self.turns = Turns(in_order=False)
         self._client = client
         self._adapters = adapters
         self._state = state
         self._journal = journal
         self._max_context_tokens = max_context_tokens
+        self._spawn = spawn
         self._finished = finished
-        self._free = asyncio.Semaphore(at_once)
-        self._tasks: dict[tuple[str, int], asyncio.Task[None]] = {}
-        self._unwanted: set[tuple[str, int]] = set()
-        """Requests in work that were cancelled by their clients."""
+        self._tasks: dict[str, dict[int, asyncio.Task[None]]] = defaultdict(dict)
+        """The requests of each sampler by number."""
+        # One request of a sampler at a time is in the queue for the engines.
+        self._turns: dict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
+        self._free = asyncio.Semaphore(_AT_ONCE)
 
-    async def work(self) -> None:
-        """Answers requests for ever."""
-        async with asyncio.TaskGroup() as tasks:
-            while True:
-                await self._free.acquire()
-                line, number = await self.turns.take()
-                task = tasks.create_task(self._one(line, number))
-                self._tasks[line, number] = task
-                task.add_done_callback(partial(self._done, line, number))
+    def add(self, name: str, number: int) -> None:
+        """Answers a request of a sampler."""
+        task = self._spawn(self._one(name, number))
+        self._tasks[name][number] = task
+        task.add_done_callback(lambda _: self._forget(name, number))
 
-    def _done(self, line: str, number: int, _: asyncio.Task[None]) -> None:
-        del self._tasks[line, number]
-        self._unwanted.discard((line, number))
-        self._free.release()
+    def _forget(self, name: str, number: int) -> None:
+        del self._tasks[name][number]
+        if not self._tasks[name]:
+            del self._tasks[name]
+            self._turns.pop(name, None)
 
-    async def cancel(self, line: str, number: int) -> None:
+    def queue(self, name: str) -> tuple[int, int]:
+        """Returns how many requests of a sampler have no answer yet, and the lowest number that one
+        may have.
+        """
+        return len(self._tasks.get(name, ())), 0
+
+    async def cancel(self, name: str, number: int) -> None:
         """Ends a request that nobody waits for."""
-        if self.turns.drop(line, number):
-            await self._end(line, number, _cancelled())
-        elif (line, number) in self._tasks:
-            self._unwanted.add((line, number))
-            self._tasks[line, number].cancel()
+        task = self._tasks.get(name, {}).get(number)
+        if task is not None:
+            task.cancel()
+            await asyncio.wait([task])
+            error = ServiceError("the client cancelled this request", status=499)
+            await self._end(name, number, failure(error))
 
-    async def _one(self, line: str, number: int) -> None:
-        sampler = self._state.get(Sampler, line)
-        if sampler is None:  # its session was finished
-            return
+    async def _one(self, name: str, number: int) -> None:
+        async with self._turns[name]:
+            await self._free.acquire()
         try:
-            operation = await self._journal.run(lambda store: store.operation(line, number))
+            sampler = self._state.get(Sampler, name)
+            if sampler is None:  # its session was finished
+                return
+            operation = await self._journal.run(lambda store: store.operation(name, number))
             body = requests.parse(requests.Sample, operation.body)
             content, weights = await self._answer(sampler, body)
             result = TinkerResult(ok=True, content=content, is_json=False, weights=weights)
-        except asyncio.CancelledError:
-            if (line, number) not in self._unwanted:  # the server ends
-                raise
-            result = _cancelled()
         except Exception as error:
             if not isinstance(error, ServiceError):
-                log.exception("request %s:op:%d failed", line, number)
+                log.exception("request %s:op:%d failed", name, number)
             result = failure(error)
-        await self._end(line, number, result)
+        finally:
+            self._free.release()
+        await self._end(name, number, result)
 
-    async def _end(self, line: str, number: int, result: TinkerResult) -> None:
-        await self._journal.run(lambda store: store.finish(line, number, result, repeatable=False))
-        self._finished(line, number)
+    async def _end(self, name: str, number: int, result: TinkerResult) -> None:
+        await self._journal.run(lambda store: store.finish(name, number, result, repeatable=False))
+        self._finished(name, number)
 
     async def _answer(self, sampler: Sampler, body: requests.Sample) -> tuple[bytes, str]:
         """Returns the answer, and the path and the checksum of its weights."""
@@ -188,15 +193,12 @@ class Sampling:
         seed = f"{checkpoint.checksum} {checkpoint.copies} {sampler.copy}"
         weights = f"{checkpoint.path}@{checkpoint.checksum}"
 
-        async def answer(*, again: bool) -> tuple[bytes, str]:
-            async with self._adapters.use(name, files, again=again):
-                return await self._generate(body, name, seed), weights
-
         deadline = time.monotonic() + _LOAD_S
         again = False
         while True:
             try:
-                return await answer(again=again)
+                async with self._adapters.use(name, files, again=again):
+                    return await self._generate(body, name, seed), weights
             except ServiceError as error:
                 is_missing = error.status == 400 and "loaded" in str(error)
                 if not is_missing or time.monotonic() > deadline:
@@ -234,10 +236,11 @@ class Sampling:
             for name in ("input_token_logprobs", "input_top_logprobs"):
                 scores[name][:skipped] = [None] * skipped
 
-        answers = await self._completions(body.tokens, sampling, adapter)
-        samples = [_sampled(answer) for answer in answers]
-        if body.topk_sample_logprobs:
-            samples = [await self._with_top(body, sample, adapter) for sample in samples]
+        samples = await self._completions(body.tokens, sampling, adapter)
+        for sample in samples if body.topk_sample_logprobs else ():
+            tokens = [*body.tokens, *sample["tokens"]]
+            top = await self._score(tokens, adapter, top=body.topk_sample_logprobs)
+            sample["top"] = top["input_top_logprobs"][len(body.tokens) :]
         own = [place and place[0] for place in scores.get("input_token_logprobs", ())]
         return write_samples(
             samples,
@@ -245,14 +248,6 @@ class Sampling:
             scores["input_top_logprobs"] if body.topk_prompt_logprobs else None,
             targets.answer(scores["input_token_ids_logprobs"]) if targets else None,
         )
-
-    async def _with_top(
-        self, body: requests.Sample, sample: SampleAnswer, adapter: str | None
-    ) -> SampleAnswer:
-        """Returns a sample with the likeliest tokens at its places, at temperature 1."""
-        tokens = [*body.tokens, *sample.tokens]
-        scores = await self._score(tokens, adapter, top=body.topk_sample_logprobs)
-        return replace(sample, top=scores["input_top_logprobs"][len(body.tokens) :])
 
     async def _score(
         self, tokens: list[int], adapter: str | None, *, top: int, chosen: Sequence[int] = ()
@@ -278,17 +273,18 @@ class Sampling:
     async def _completions(
         self, tokens: list[int], sampling: dict[str, Any], adapter: str | None
     ) -> list[dict[str, Any]]:
-        """Returns n completions, with a request for each where the engine gives all of a request
-        the same seed.
+        """Returns n completions as `write_samples` reads them, with a request for each where the
+        engine gives all of a request the same seed.
         """
-        if not self._client.seeds_apart:
-            return await self._post(tokens, sampling, adapter)
-        alone = [
-            {**sampling, "n": 1, "sampling_seed": single_seed(sampling["sampling_seed"], index)}
-            for index in range(sampling["n"])
-        ]
-        found = await asyncio.gather(*(self._post(tokens, each, adapter) for each in alone))
-        return [answer for (answer,) in found]
+        each_alone = [sampling]
+        if self._client.seeds_apart:
+            seed = sampling["sampling_seed"]
+            each_alone = [
+                {**sampling, "n": 1, "sampling_seed": single_seed(seed, index)}
+                for index in range(sampling["n"])
+            ]
+        found = await asyncio.gather(*(self._post(tokens, each, adapter) for each in each_alone))
+        return [_sampled(answer) for answers in found for answer in answers]
 
     async def _post(
         self, tokens: list[int], sampling: dict[str, Any], adapter: str | None, **more: Any
@@ -301,11 +297,7 @@ class Sampling:
         return found if isinstance(found, list) else [found]
 
 
-def _cancelled() -> TinkerResult:
-    return failure(ServiceError("the client cancelled this request", status=499))
-
-
-def _sampled(answer: dict[str, Any]) -> SampleAnswer:
+def _sampled(answer: dict[str, Any]) -> dict[str, Any]:
     meta = answer["meta_info"]
     reason = meta["finish_reason"]["type"]
     if reason not in ("stop", "length"):
@@ -316,4 +308,4 @@ def _sampled(answer: dict[str, Any]) -> SampleAnswer:
             remedy="send the request again; see the engine's log",
         )
     logprobs = [logprob for logprob, *_ in meta["output_token_logprobs"]]
-    return SampleAnswer(answer["output_ids"], logprobs, reason)
+    return {"tokens": answer["output_ids"], "logprobs": logprobs, "reason": reason}

@@ -3,18 +3,17 @@
 import asyncio
 import secrets
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from common.clients.rollout import RolloutClient
 from common.errors import InvalidInput, Overloaded, ServiceLost
 from services.http.sqlite_store import sum_of
 from trainer.tinker import requests
-from trainer.tinker.interface import WITHOUT_STABLE_REINFORCE, LoraSpec, TinkerLearner
+from trainer.tinker.interface import WITHOUT_STABLE_REINFORCE, LoraSpec
 from trainer.tinker.messages import read_pass
 from trainer.tinker.records import (
     Checkpoint,
@@ -29,12 +28,16 @@ from trainer.tinker.sampling import Adapters, Sampling
 from trainer.tinker.state import State, remove_files
 from trainer.tinker.store import Journal, TinkerStore
 from trainer.tinker.training import Training
-from trainer.tinker.turns import Turns
+
+if TYPE_CHECKING:
+    from trainer.tinker.learner import RunLearner
 
 MAX_WAITING = 4096
 """Operations of a run, or requests of a sampler, that may wait."""
 POLL_S = 20.0
 """How long a question for a result waits for it. The SDK gives up after 45 seconds."""
+_ANY = -2
+_T = TypeVar("_T")
 _F = TypeVar("_F", TinkerSession, Sampler, Checkpoint)
 _CLONE = 1_000_000_000
 """Numbers of each copy of a sampling client."""
@@ -55,7 +58,7 @@ class TinkerServer:
     def __init__(  # noqa: PLR0913
         self,
         directory: Path,
-        learner: TinkerLearner,
+        learner: "RunLearner",
         client: RolloutClient,
         adapters: Adapters,
         *,
@@ -76,12 +79,14 @@ class TinkerServer:
         self._store = TinkerStore(directory / "tinker.sqlite")
         self._journal = Journal(self._store)
         self._waiters: dict[tuple[str, int], asyncio.Event] = {}
-        self._news: dict[str, asyncio.Event] = {}
+        """Set when an operation, or any of a line (`_ANY`), has finished."""
+        self._tasks: set[asyncio.Task[None]] = set()
         self._training = Training(
             learner,
             self.state,
             self._journal,
             resident=resident,
+            spawn=self._spawn,
             finished=self._note_finished,
         )
         self._sampling = Sampling(
@@ -90,6 +95,7 @@ class TinkerServer:
             self.state,
             self._journal,
             max_context_tokens=max_context_tokens,
+            spawn=self._spawn,
             finished=self._note_finished,
         )
 
@@ -105,26 +111,27 @@ class TinkerServer:
         for run in self.state.all(TinkerRun):
             self._training.start(run, applied.get(run.id, -1))
         for line, number in waiting:
-            self._turns(line).add(line, number)
-        workers = [
-            asyncio.create_task(self._training.work()),
-            asyncio.create_task(self._sampling.work()),
-        ]
-        for worker in workers:
-            worker.add_done_callback(self._note_end)
+            self._of(line).add(line, number)
         try:
             yield
         finally:
-            for worker in workers:
-                worker.cancel()
-            await asyncio.gather(*workers, return_exceptions=True)
+            for task in self._tasks:
+                task.cancel()
+            await asyncio.gather(*self._tasks, return_exceptions=True)
             await self._training.close()
             await self._journal.close()
 
-    def _note_end(self, worker: asyncio.Task[None]) -> None:
-        if not worker.cancelled():
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._note_end)
+        return task
+
+    def _note_end(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and task.exception():
             self.failure = ServiceLost(
-                f"operations are no longer applied: {worker.exception()!r}",
+                f"operations are no longer applied: {task.exception()!r}",
                 remedy="see the log of this server, mend the reason and start it again: it "
                 "continues with what was accepted",
             )
@@ -147,15 +154,15 @@ class TinkerServer:
         session = self.state.session(body.session_id, owner)
         name = f"{session.id}:sample:{body.sampling_session_seq_id}"
         known = self.state.get(Sampler, name)
-        if known is not None and known.path == body.model_path:
-            return known
         if known is not None:
-            raise InvalidInput(
-                "the sampler with this number has other weights, which never change",
-                field="sampling_session_seq_id",
-                value=body.sampling_session_seq_id,
-                remedy="count the samplers of a session; send a request again unchanged",
-            )
+            if known.path != body.model_path:
+                raise InvalidInput(
+                    "the sampler with this number has other weights, which never change",
+                    field="sampling_session_seq_id",
+                    value=body.sampling_session_seq_id,
+                    remedy="count the samplers of a session; send a request again unchanged",
+                )
+            return known
         if body.model_path is None:
             self.check_model(body.base_model)
         elif self.state.find(Checkpoint, body.model_path, owner).kind != "sampler_weights":
@@ -205,7 +212,7 @@ class TinkerServer:
             if sampler.id.startswith(f"{name}:"):  # of weights without a name
                 gone.append(sampler)
         await self.state.forget(gone, self._journal)
-        await remove_files(self.state.folder(run))
+        await remove_files(self.state.folder(name))
 
     async def _put(self, fact: _F) -> _F:
         self.state.add(fact)
@@ -258,9 +265,8 @@ class TinkerServer:
         run = self.state.get(TinkerRun, name)
         if run is None:
             self.state.check_quota(owner)
-            now = time.time()
             about = body.user_metadata
-            run = TinkerRun(name, session, owner, lora, created=now, used=now, about=about)
+            run = TinkerRun(name, session, owner, lora, used=time.time(), about=about)
         kind = "create_model" if isinstance(body, requests.CreateModel) else "load_weights"
         return await self._accept(TinkerOperation(name, 0, kind, body.stored()), run)
 
@@ -292,8 +298,9 @@ class TinkerServer:
         self, operation: TinkerOperation, run: TinkerRun | None = None
     ) -> TinkerOperation:
         """Writes an operation, with its run if that is new, and queues it."""
-        turns = self._turns(operation.line)
-        if turns.waiting(operation.line) >= MAX_WAITING:
+        work = self._of(operation.line)
+        waiting, first = work.queue(operation.line)
+        if waiting >= MAX_WAITING:
             raise Overloaded(
                 f"{MAX_WAITING} requests wait",
                 field="seq_id",
@@ -303,7 +310,7 @@ class TinkerServer:
             )
 
         def write(store: TinkerStore) -> bool:
-            is_new = store.accept(operation, turns.following(operation.line))
+            is_new = store.accept(operation, first)
             if is_new and run is not None:
                 store.put(run)
             return is_new
@@ -313,38 +320,28 @@ class TinkerServer:
         if run is not None:
             self.state.add(run)
             self._training.start(run, -1)
-        turns.add(operation.line, operation.seq)
+        work.add(operation.line, operation.seq)
         return operation
 
-    def _turns(self, line: str) -> Turns:
-        return (self._sampling if ":sample:" in line else self._training).turns
+    def _of(self, line: str) -> Training | Sampling:
+        """Returns who works on the operations of a run or a sampler."""
+        return self._sampling if ":sample:" in line else self._training
 
     # ------------------------------------------------------------ futures
 
     def _note_finished(self, line: str, number: int) -> None:
-        for waiting in (self._waiters.pop((line, number), None), self._news.pop(line, None)):
-            if waiting is not None:
-                waiting.set()
+        for key in ((line, number), (line, _ANY)):
+            if key in self._waiters:
+                self._waiters.pop(key).set()
 
     async def result(self, owner: str, request_id: str) -> TinkerResult | None:
         """Returns a result as soon as it is there; None when it is not within `POLL_S`."""
-        line, number = self._parse(owner, request_id)
-        event = self._waiters.setdefault((line, number), asyncio.Event())
-        found = await self._look(line, number)
-        if found is None:
-            await _wait(event, POLL_S)
-            found = await self._look(line, number)
-        return found
+        key = self._parse(owner, request_id)
 
-    async def _look(self, line: str, number: int) -> TinkerResult | None:
-        waits = False
-        try:
-            found = await self._journal.run(partial(TinkerStore.result, line=line, seq=number))
-            waits = found is None
-            return found
-        finally:
-            if not waits:
-                self._waiters.pop((line, number), None)
+        def look(store: TinkerStore) -> TinkerResult | None:
+            return store.result(*key)
+
+        return await self._awaited(key, look, POLL_S)
 
     async def news(self, owner: str, body: requests.RetrieveMany) -> tuple[list[Any], int]:
         """Returns (seq, finished, ok) of what a sampler has finished since the cursor, as soon as
@@ -356,21 +353,31 @@ class TinkerServer:
         block = range(start, start + _CLONE)
         asked = [self._parse(owner, each) for each in body.retrieved_request_ids]
         fetched = [number for line, number in asked if line == sampler.id]
-        wait_s = POLL_S if body.timeout is None else min(body.timeout, POLL_S)
-        deadline = time.monotonic() + wait_s
 
         def look(store: TinkerStore) -> list[tuple[int, int, int]]:
             store.forget(sampler.id, fetched)
             return store.finished_after(sampler.id, block, body.prev_cursor)
 
-        while True:
-            news = self._news.setdefault(sampler.id, asyncio.Event())
-            found = await self._journal.run(look)
-            left_s = deadline - time.monotonic()
-            if found or left_s <= 0:
-                break
-            await _wait(news, left_s)
+        wait_s = POLL_S if body.timeout is None else min(body.timeout, POLL_S)
+        found = await self._awaited((sampler.id, _ANY), look, wait_s)
         return found, max([body.prev_cursor, *(finished for _, finished, _ in found)])
+
+    async def _awaited(
+        self, key: tuple[str, int], look: Callable[[TinkerStore], _T], wait_s: float
+    ) -> _T:
+        """Returns what is found at once, or when an operation has finished within the time."""
+        deadline = time.monotonic() + wait_s
+        try:
+            while True:
+                event = self._waiters.setdefault(key, asyncio.Event())
+                found = await self._journal.run(look)
+                left_s = deadline - time.monotonic()
+                if found or left_s <= 0:
+                    return found
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(event.wait(), left_s)
+        finally:
+            self._waiters.pop(key, asyncio.Event()).set()  # whoever else waits for it looks again
 
     async def cancel(self, owner: str, body: requests.Retrieve) -> None:
         """Ends a request of a sampler that nobody waits for."""
@@ -384,8 +391,3 @@ class TinkerServer:
         else:
             self.state.find(TinkerRun, line, owner)
         return line, int(number) if number.isdecimal() else -1
-
-
-async def _wait(event: asyncio.Event, seconds: float) -> None:
-    with suppress(TimeoutError):
-        await asyncio.wait_for(event.wait(), seconds)

@@ -6,6 +6,7 @@ import asyncio
 import secrets
 import shutil
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TypeVar
@@ -99,31 +100,27 @@ class State:
 
     # ------------------------------------------------------------ files
 
-    def folder(self, run: TinkerRun) -> Path:
+    def folder(self, run: str) -> Path:
         """Returns the directory of a run's files."""
-        return self._folder(run.id)
+        return self._directory / "runs" / run.replace(":", "-")
 
     def files(self, checkpoint: Checkpoint) -> Path:
         """Returns the directory of a checkpoint's files."""
-        return self._folder(checkpoint.run) / checkpoint.folder
+        return self.folder(checkpoint.run) / checkpoint.folder
 
     def snapshot(self, run: TinkerRun) -> Path:
         """Returns the directory of a run's last snapshot."""
-        return self.folder(run) / f"state-{run.snapshot}"
-
-    def _folder(self, run: str) -> Path:
-        return self._directory / "runs" / run.replace(":", "-")
+        return self.folder(run.id) / f"state-{run.snapshot}"
 
     def outdated(self) -> list[Checkpoint]:
         """Returns checkpoints that have expired, and unnamed ones beyond a run's newest."""
-        now = time.time()
-        found = [each for each in self.all(Checkpoint) if each.expires and each.expires < now]
-        unnamed: dict[str, list[Checkpoint]] = {}
-        for each in self.all(Checkpoint):
-            if each.unnamed:
-                unnamed.setdefault(each.run, []).append(each)
-        for of_run in unnamed.values():
-            found += of_run[:-KEPT_UNNAMED]
+        found = []
+        newer: Counter[str] = Counter()  # unnamed ones of each run
+        for each in reversed(list(self.all(Checkpoint))):
+            newer[each.run] += each.unnamed
+            is_old = each.unnamed and newer[each.run] > KEPT_UNNAMED
+            if is_old or (each.expires and each.expires < time.time()):
+                found.append(each)
         return found
 
     async def delete(self, checkpoint: Checkpoint, journal: Journal) -> None:
@@ -135,7 +132,7 @@ class State:
         await remove_files(self.files(checkpoint))
 
     async def forget(self, facts: Sequence[Fact], journal: Journal, *kept: Fact) -> None:
-        """Forgets facts and the operations of those that have any, and notes `kept` with that."""
+        """Forgets facts with their operations, and writes `kept` in the same transaction."""
         for fact in facts:
             self.remove(fact)
 

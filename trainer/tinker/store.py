@@ -6,13 +6,14 @@ again finds the same one. `Journal` writes what is due at the same time in one t
 
 import asyncio
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any, TypeVar, get_args
 
 import msgspec
 
 from common.errors import InvalidInput, NotFound, ServiceError
-from services.http.one_thread import OneThread
 from services.http.sqlite_store import TABLES, Damaged, SqliteStore, sealed, sum_of, unsealed
 from trainer.tinker.records import Fact, TinkerOperation, TinkerResult, TinkerRun
 
@@ -22,9 +23,7 @@ _SCHEMA = (
 CREATE TABLE facts (name TEXT PRIMARY KEY NOT NULL, kind TEXT NOT NULL, document TEXT NOT NULL,
     seal INTEGER NOT NULL) STRICT;
 CREATE TABLE operations (line TEXT NOT NULL, seq INTEGER NOT NULL, kind TEXT NOT NULL,
-    body_sum INTEGER NOT NULL, seal INTEGER NOT NULL, PRIMARY KEY (line, seq)) STRICT;
-CREATE TABLE bodies (line TEXT NOT NULL, seq INTEGER NOT NULL, body BLOB NOT NULL,
-    PRIMARY KEY (line, seq)) STRICT;
+    body_sum INTEGER NOT NULL, seal INTEGER NOT NULL, body BLOB, PRIMARY KEY (line, seq)) STRICT;
 CREATE TABLE results (finished INTEGER PRIMARY KEY AUTOINCREMENT, line TEXT NOT NULL,
     seq INTEGER NOT NULL, ok INTEGER NOT NULL, content BLOB NOT NULL, is_json INTEGER NOT NULL,
     weights TEXT NOT NULL, seal INTEGER NOT NULL, UNIQUE (line, seq)) STRICT;
@@ -32,7 +31,7 @@ CREATE INDEX by_end ON results (line, finished);
 """
 )
 _KINDS: dict[str, type[Fact]] = {kind.__name__: kind for kind in get_args(Fact)}
-_TABLES = ("operations", "bodies", "results")
+_TABLES = ("operations", "results")
 KEPT_RESULTS = 256
 """Results of a run's latest operations that a client can still ask for."""
 _T = TypeVar("_T")
@@ -42,7 +41,7 @@ class TinkerStore(SqliteStore):
     """Operations and facts on disk. Its methods run within a transaction."""
 
     name = "the file of the Tinker server"
-    layout = 1
+    layout = 2
     restore = "restore it from a backup, or start in another directory"
     pragmas = ("locking_mode = EXCLUSIVE",)
     busy_s = 5
@@ -85,8 +84,8 @@ class TinkerStore(SqliteStore):
         """
         key = (operation.line, operation.seq)
         row = (*key, operation.kind, sum_of(operation.body))
-        if self._is_known(*key):
-            if self._accepted(*key) != row:
+        if self._row("operations", *key) is not None:
+            if self._accepted(*key)[:-1] != row:
                 raise InvalidInput(
                     "another request has this sequence number",
                     field="seq_id",
@@ -101,42 +100,37 @@ class TinkerStore(SqliteStore):
                 value=operation.seq,
                 remedy=f"go on with {first}",
             )
-        self.db.execute("INSERT INTO operations VALUES (?, ?, ?, ?, ?)", sealed(row))
-        self.db.execute("INSERT INTO bodies VALUES (?, ?, ?)", (*key, operation.body))
+        values = (*sealed(row), operation.body)
+        self.db.execute("INSERT INTO operations VALUES (?, ?, ?, ?, ?, ?)", values)
         return True
 
     def operation(self, line: str, seq: int) -> TinkerOperation:
         """Returns an operation that has not been applied for good. Raises Damaged, and NotFound
         for one that was dropped.
         """
-        self._expect(line, seq)
-        *_, kind, body_sum = self._accepted(line, seq)
-        (body,) = self._one("SELECT body FROM bodies", line, seq)
+        *_, kind, body_sum, body = self._accepted(line, seq)
         if sum_of(body) != body_sum:
             raise Damaged(f"the body of operation {seq} of {line} differs from its checksum")
         return TinkerOperation(line, seq, kind, body)
 
     def _accepted(self, line: str, seq: int) -> tuple[Any, ...]:
-        """Returns line, number, kind and checksum of the body of an operation."""
-        row = self._one("SELECT line, seq, kind, body_sum, seal FROM operations", line, seq)
-        return unsealed(row, f"operation {seq} of {line}")
-
-    def _is_known(self, line: str, seq: int) -> bool:
-        return self._one("SELECT 1 FROM operations", line, seq) is not None
-
-    def _expect(self, line: str, seq: int) -> None:
-        if not self._is_known(line, seq):
+        """Returns line, number, kind, checksum of the body, and the body of an operation. Raises
+        NotFound.
+        """
+        row = self._row("operations", line, seq)
+        if row is None:
             raise NotFound(
                 "there is no such request, or its result was fetched and dropped",
                 field="request_id",
                 value=f"{line}:op:{seq}",
                 remedy="ask for a request of this server, soon after it was sent",
             )
+        return *unsealed(row[:-1], f"operation {seq} of {line}"), row[-1]
 
-    def _one(self, select: str, line: str, seq: int) -> Any:
+    def _row(self, table: str, line: str, seq: int) -> Any:
         """Returns the row of an operation; None when there is none."""
-        found = self.db.execute(f"{select} WHERE line = ? AND seq = ?", (line, seq))
-        return found.fetchone()
+        query = f"SELECT * FROM {table} WHERE line = ? AND seq = ?"  # noqa: S608
+        return self.db.execute(query, (line, seq)).fetchone()
 
     def waiting(self) -> list[tuple[str, int]]:
         """Returns lines and numbers of the operations without a result, in order."""
@@ -149,18 +143,14 @@ class TinkerStore(SqliteStore):
         """Returns the number of the latest result of every line."""
         return dict(self.db.execute("SELECT line, MAX(seq) FROM results GROUP BY line").fetchall())
 
-    def since(
-        self, run: TinkerRun, kinds: Sequence[str]
-    ) -> list[tuple[TinkerOperation, TinkerResult]]:
-        """Returns the successful operations of some kinds since the run's snapshot, in order."""
-        marks = ", ".join("?" * len(kinds))
-        rows = self.db.execute(
-            "SELECT seq FROM operations JOIN results USING (line, seq) "  # noqa: S608
-            f"WHERE line = ? AND seq > ? AND ok AND kind IN ({marks}) ORDER BY seq",
-            (run.id, run.snapshot, *kinds),
-        ).fetchall()
+    def since(self, run: TinkerRun) -> list[tuple[TinkerOperation, TinkerResult]]:
+        """Returns the operations since the run's snapshot that can be applied again, in order."""
         found = []
-        for (seq,) in rows:
+        for (seq,) in self.db.execute(
+            "SELECT seq FROM operations JOIN results USING (line, seq) "
+            "WHERE line = ? AND seq > ? AND body IS NOT NULL ORDER BY seq",
+            (run.id, run.snapshot),
+        ).fetchall():
             result = self.result(run.id, seq)
             assert result is not None
             found.append((self.operation(run.id, seq), result))
@@ -170,18 +160,17 @@ class TinkerStore(SqliteStore):
 
     def finish(self, line: str, seq: int, result: TinkerResult, *, repeatable: bool) -> None:
         """Writes the result of an operation, whose body is kept if it may be applied again; does
-        nothing for one that was dropped while it was in work.
+        nothing for one that was dropped while it was in work, or has a result.
         """
-        if not self._is_known(line, seq):
+        if self._row("operations", line, seq) is None:
             return
         self._finished += 1
         if not repeatable:
-            self.db.execute("DELETE FROM bodies WHERE line = ? AND seq = ?", (line, seq))
-        row = (line, seq, int(result.ok), result.content, int(result.is_json))
+            self._drop_bodies(line, range(seq, seq + 1))
+        values = (self._finished, line, seq, int(result.ok), result.content, int(result.is_json))
         self.db.execute(
-            "INSERT INTO results (line, seq, ok, content, is_json, finished, weights, seal) "
-            "VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
-            sealed((*row, self._finished, result.weights)),
+            "INSERT OR IGNORE INTO results VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
+            sealed((*values, result.weights)),
         )
 
     def result(self, line: str, seq: int) -> TinkerResult | None:
@@ -189,19 +178,13 @@ class TinkerStore(SqliteStore):
 
         Raises NotFound for an operation that was never accepted, or whose result is gone.
         """
-        columns = "line, seq, ok, content, is_json, finished, weights, seal"
-        row = self._one(f"SELECT {columns} FROM results", line, seq)  # noqa: S608
+        row = self._row("results", line, seq)
         if row is None:
-            self._expect(line, seq)
+            self._accepted(line, seq)
             return None
-        *_, ok, content, is_json, finished, weights = unsealed(row, f"result {seq} of {line}")
-        return TinkerResult(
-            ok=bool(ok),
-            content=content,
-            is_json=bool(is_json),
-            finished=finished,
-            weights=weights,
-        )
+        finished, _, _, ok, *rest = unsealed(row, f"result {seq} of {line}")
+        content, is_json, weights = rest
+        return TinkerResult(bool(ok), content, bool(is_json), finished=finished, weights=weights)
 
     def finished_after(self, line: str, block: range, after: int) -> list[tuple[int, int, int]]:
         """Returns (seq, finished, ok) of the results of a line's numbers in `block` that came after
@@ -223,13 +206,19 @@ class TinkerStore(SqliteStore):
 
     def passed(self, run: TinkerRun) -> None:
         """Drops what a run's snapshot makes superfluous: bodies, and what is long before it."""
-        self.db.execute("DELETE FROM bodies WHERE line = ? AND seq <= ?", (run.id, run.snapshot))
+        self._drop_bodies(run.id, range(run.snapshot + 1))
         # Without its operation, a result that is gone is not taken for one that is to come.
         for table in ("operations", "results"):
             self.db.execute(
                 f"DELETE FROM {table} WHERE line = ? AND seq <= ?",  # noqa: S608
                 (run.id, run.snapshot - KEPT_RESULTS),
             )
+
+    def _drop_bodies(self, line: str, seqs: range) -> None:
+        self.db.execute(
+            "UPDATE operations SET body = NULL WHERE line = ? AND seq >= ? AND seq < ?",
+            (line, seqs.start, seqs.stop),
+        )
 
 
 class Journal:
@@ -240,48 +229,39 @@ class Journal:
 
     def __init__(self, store: TinkerStore) -> None:
         self._store = store
-        self._thread = OneThread("tinker-store")
-        self._due: list[tuple[Callable[[TinkerStore], Any], asyncio.Future[Any]]] = []
-        self._writing: asyncio.Task[None] | None = None
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="tinker-store")
+        self._due: SimpleQueue[tuple[Callable[[TinkerStore], Any], Future[Any]]] = SimpleQueue()
 
     async def run(self, work: Callable[[TinkerStore], _T]) -> _T:
         """Returns what `work` returns, once it is on disk."""
-        done: asyncio.Future[_T] = asyncio.get_running_loop().create_future()
-        self._due.append((work, done))
-        if self._writing is None or self._writing.done():
-            self._writing = asyncio.create_task(self._write())
+        done: Future[_T] = Future()
+        self._due.put((work, done))
+        # What else is due in this turn of the loop is written with it.
+        asyncio.get_running_loop().call_soon(self._thread.submit, self._write)
         # A caller that is cancelled does not undo what is written with it.
-        return await asyncio.shield(done)
+        return await asyncio.shield(asyncio.wrap_future(done))
 
     async def close(self) -> None:
         """Waits for what is due and closes the file."""
-        if self._writing is not None:
-            await self._writing
-        await self._thread.call(self._store.close)
-        await self._thread.close()
+        await self.run(lambda _: None)
+        await asyncio.to_thread(self._thread.shutdown)
+        self._store.close()
 
-    async def _write(self) -> None:
-        while self._due:
-            batch = self._due
-            self._due = []
-            try:
-                outcomes = await self._thread.call(self._together, [work for work, _ in batch])
-            except Exception as error:
-                outcomes = [error] * len(batch)
-            for (_, done), outcome in zip(batch, outcomes, strict=True):
-                if done.cancelled():
-                    continue
-                if isinstance(outcome, Exception):
-                    done.set_exception(outcome)
-                else:
-                    done.set_result(outcome)
-
-    def _together(self, batch: Sequence[Callable[[TinkerStore], Any]]) -> list[Any]:
+    def _write(self) -> None:
+        # An earlier call may have done it already.
+        batch = [self._due.get() for _ in range(self._due.qsize())]
         outcomes: list[Any] = []
-        with self._store.transaction():
-            for work in batch:
-                try:
-                    outcomes.append(work(self._store))
-                except ServiceError as error:
-                    outcomes.append(error)
-        return outcomes
+        try:
+            with self._store.transaction():
+                for work, _ in batch:
+                    try:
+                        outcomes.append(work(self._store))
+                    except ServiceError as error:
+                        outcomes.append(error)
+        except Exception as error:
+            outcomes = [error] * len(batch)
+        for (_, done), outcome in zip(batch, outcomes, strict=True):
+            if isinstance(outcome, Exception):
+                done.set_exception(outcome)
+            else:
+                done.set_result(outcome)

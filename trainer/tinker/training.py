@@ -11,16 +11,15 @@ import json
 import logging
 import shutil
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from common.errors import Conflict, InvalidInput, NotFound, ServiceError, error_text
 from services.http.one_thread import OneThread
 from trainer.tinker import requests
-from trainer.tinker.interface import TinkerLearner
 from trainer.tinker.messages import read_pass, write_outputs
 from trainer.tinker.records import (
     Checkpoint,
@@ -32,10 +31,12 @@ from trainer.tinker.records import (
 )
 from trainer.tinker.state import State, remove_files
 from trainer.tinker.store import Journal, TinkerStore
-from trainer.tinker.turns import Turns
+
+if TYPE_CHECKING:
+    from trainer.tinker.learner import RunLearner
 
 log = logging.getLogger(__name__)
-CHANGING = ("create_model", "forward_backward", "optim_step")
+_CHANGING = ("create_model", "forward_backward", "optim_step")
 """Operations that are applied again. Loading weights changes a run too, and is followed by a
 snapshot."""
 _SAVED_AS = {
@@ -46,12 +47,24 @@ _SAVED_AS = {
 """Kinds of checkpoints, by the operations that make them."""
 SNAPSHOT_S = 30.0
 """Seconds of computing that a crash may cost a run: then its state is saved."""
+Spawn = Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]]
 
 
 class NotReproduced(ServiceError):
     """An operation that was applied again gave another answer (500)."""
 
     code = "not_reproduced"
+
+
+@dataclass
+class _Line:
+    """The operations of a run that wait. The client may send later ones first."""
+
+    run: TinkerRun
+    following: int
+    """The number that is applied next."""
+    waiting: set[int] = field(default_factory=set)
+    task: asyncio.Task[None] | None = None
 
 
 @dataclass(frozen=True)
@@ -62,7 +75,6 @@ class Applied:
     is_json: bool = True
     facts: tuple[Fact, ...] = ()
     """What the operation made."""
-    needs_snapshot: bool = False
 
 
 def failure(error: Exception) -> TinkerResult:
@@ -80,57 +92,69 @@ class Training:
     Args:
         learner: the models.
         resident: the most runs in memory; those that were used longest ago give way.
+        spawn: begins a task, which ends with the server.
         finished: called with line and number when a result is on disk.
     """
 
     def __init__(
         self,
-        learner: TinkerLearner,
+        learner: "RunLearner",
         state: State,
         journal: Journal,
         *,
         resident: int,
+        spawn: Spawn,
         finished: Callable[[str, int], None],
     ) -> None:
-        self.turns = Turns(in_order=True)
         self._learner = learner
         self._state = state
         self._journal = journal
         self._most_resident = resident
+        self._spawn = spawn
         self._finished = finished
         self._thread = OneThread("tinker-learner")
         self._resident: dict[str, float] = {}
         """Seconds of computing since the snapshot, by run; the run that was used last is last."""
-        self._runs: dict[str, TinkerRun] = {}
-        self._applying = asyncio.Lock()
-
-    async def work(self) -> None:
-        """Applies operations for ever."""
-        while True:
-            line, number = await self.turns.take()
-            async with self._applying:
-                run = self._runs.get(line)
-                if run is None:  # it was deleted
-                    self.turns.forget(line)
-                    continue
-                operation = await self._journal.run(
-                    partial(TinkerStore.operation, line=line, seq=number)
-                )
-                await self._apply(run, operation)
-            self.turns.done(line, number)
-            self._finished(line, number)
+        self._lines: dict[str, _Line] = {}
+        # Whoever waits longest has it next: a run waits for one operation of each other run.
+        self._turn = asyncio.Lock()
 
     def start(self, run: TinkerRun, applied: int) -> None:
         """Adds a run whose operations up to number `applied` have results."""
-        self._runs[run.id] = run
-        self.turns.start(run.id, applied + 1)
+        self._lines[run.id] = _Line(run, applied + 1)
+
+    def add(self, name: str, number: int) -> None:
+        """Applies an operation of a run when all before it are applied."""
+        line = self._lines.get(name)
+        if line is None:  # the run was deleted
+            return
+        line.waiting.add(number)
+        if line.task is None or line.task.done():
+            line.task = self._spawn(self._work(line))
+
+    def queue(self, name: str) -> tuple[int, int]:
+        """Returns how many operations of a run wait, and the number of the one that is next."""
+        line = self._lines.get(name)
+        return (len(line.waiting), line.following) if line else (0, 0)
+
+    async def _work(self, line: _Line) -> None:
+        """Applies what waits, in order."""
+        while line.following in line.waiting:
+            async with self._turn:
+                number = line.following
+                if number not in line.waiting:  # the run was deleted
+                    return
+                find = partial(TinkerStore.operation, line=line.run.id, seq=number)
+                await self._apply(line.run, await self._journal.run(find))
+                line.waiting.remove(number)
+                line.following += 1
+            self._finished(line.run.id, number)
 
     async def forget(self, run: TinkerRun) -> None:
         """Removes a run from memory, with what waits for it; its files stay."""
         # The operation in work writes the run when it ends.
-        async with self._applying:
-            self._runs.pop(run.id, None)
-            self.turns.forget(run.id)
+        async with self._turn:
+            self._lines.pop(run.id).waiting.clear()
             await self._lose(run)
 
     async def close(self) -> None:
@@ -145,19 +169,24 @@ class Training:
         try:
             await self._bring_back(run, operation)
             started = time.monotonic()
-            outcome = await self._thread.call(self._compute, run, operation)
+            outcome = await self._thread.call(self._outcome, run, operation)
             unsaved = self._resident.pop(run.id, 0.0) + time.monotonic() - started
             self._resident[run.id] = unsaved
             result = TinkerResult(ok=True, content=outcome.content, is_json=outcome.is_json)
             if operation.kind == "optim_step":
                 run.copies = 0
-            if outcome.needs_snapshot or unsaved > SNAPSHOT_S:
+            if operation.kind == "load_weights" or unsaved > SNAPSHOT_S:
                 outdated = await self._save(run, operation.seq)
             facts += outcome.facts
         except Exception as error:
-            result = await self._failed(run, operation, error)
+            # A refusal has changed nothing. What any other error has changed is not known: the run
+            # comes back from its snapshot.
+            if not isinstance(error, ServiceError) or error.status >= 500:
+                log.error("operation %s failed", operation.request_id, exc_info=error)
+                await self._lose(run)
+            result = failure(error)
 
-        repeatable = result.ok and operation.kind in CHANGING
+        repeatable = result.ok and operation.kind in _CHANGING
 
         def write(store: TinkerStore) -> None:
             store.finish(run.id, operation.seq, result, repeatable=repeatable)
@@ -168,20 +197,7 @@ class Training:
         await self._journal.run(write)
         await self._clean(facts, outdated)
 
-    async def _failed(
-        self, run: TinkerRun, operation: TinkerOperation, error: Exception
-    ) -> TinkerResult:
-        """Returns the result of an operation that failed.
-
-        A refusal has changed nothing. What any other error has changed is not known: the run comes
-        back from its snapshot.
-        """
-        if not isinstance(error, ServiceError) or error.status >= 500:
-            log.error("operation %s failed", operation.request_id, exc_info=error)
-            await self._lose(run)
-        return failure(error)
-
-    async def _clean(self, facts: list[Fact], outdated: Path | None) -> None:
+    async def _clean(self, facts: Sequence[Fact], outdated: Path | None) -> None:
         """Adds what is on disk now to the state, and removes what it replaces or outlives."""
         for fact in facts:
             replaced = self._state.add(fact)
@@ -202,16 +218,7 @@ class Training:
             await self._put_away(next(iter(self._resident)))
         if operation.seq == 0:  # which creates it
             return
-        self._resident[run.id] = 0.0
-        try:
-            await self._repeat(run)
-        except Exception:
-            await self._lose(run)
-            raise
-
-    async def _repeat(self, run: TinkerRun) -> None:
-        """Loads the snapshot of a run and applies again what was applied since."""
-        since = await self._journal.run(lambda store: store.since(run, CHANGING))
+        since = await self._journal.run(lambda store: store.since(run))
         if run.snapshot < 0 and not since:
             raise NotFound(
                 "this run could not be created",
@@ -219,16 +226,27 @@ class Training:
                 value=run.id,
                 remedy="see the error of its first operation, and create another run",
             )
+        snapshot = self._state.snapshot(run)
         started = time.monotonic()
-        await self._thread.call(repeat, self._learner, run, self._state.snapshot(run), since=since)
+        try:
+            await self._thread.call(repeat, self._learner, run, snapshot, since=since)
+        except Exception:
+            await self._lose(run)
+            raise
         self._resident[run.id] = time.monotonic() - started
 
     async def _put_away(self, name: str) -> None:
         """Frees the memory of an idle run, after a snapshot of what is not saved."""
-        run = self._runs[name]
+        line = self._lines[name]
+        run = line.run
         if self._resident[name]:
-            outdated = await self._save(run, self.turns.following(name) - 1)
-            await self._journal.run(partial(_note_snapshot, run=run))
+            outdated = await self._save(run, line.following - 1)
+
+            def note(store: TinkerStore) -> None:
+                store.put(run)
+                store.passed(run)
+
+            await self._journal.run(note)
             if outdated is not None:
                 await remove_files(outdated)
         await self._lose(run)
@@ -252,9 +270,9 @@ class Training:
 
     # ------------------------------------------------------------ in the learner's thread
 
-    def _compute(self, run: TinkerRun, operation: TinkerOperation) -> Applied:
+    def _outcome(self, run: TinkerRun, operation: TinkerOperation) -> Applied:
         kind = operation.kind
-        if kind in (*CHANGING, "forward"):
+        if kind in (*_CHANGING, "forward"):
             return compute(self._learner, run, operation)
         if kind == "load_weights":
             return self._load(run, operation)
@@ -272,7 +290,7 @@ class Training:
             )
         self._learner.load(run.id, self._state.files(checkpoint), optimizer=body.optimizer)
         run.copies = checkpoint.copies
-        return _json(needs_snapshot=True, path=body.path, model_id=run.id, type="load_weights")
+        return _json(path=body.path, model_id=run.id, type="load_weights")
 
     def _export(self, run: TinkerRun, operation: TinkerOperation) -> Applied:
         """Saves weights: for training, for samplers, or for downloads."""
@@ -288,7 +306,7 @@ class Training:
                 remedy="use another name, delete them, or save_state(…, overwrite=True)",
             )
         folder = f"{kind}-{operation.seq}"
-        files = _fresh(self._state.folder(run) / folder)
+        files = _fresh(self._state.folder(run.id) / folder)
         checksum = ""
         if kind == "weights":
             self._learner.save(run.id, files)
@@ -321,8 +339,8 @@ class Training:
         )
 
 
-def compute(learner: TinkerLearner, run: TinkerRun, operation: TinkerOperation) -> Applied:
-    """Applies one of `CHANGING`, or a pass without gradients."""
+def compute(learner: "RunLearner", run: TinkerRun, operation: TinkerOperation) -> Applied:
+    """Applies one of `_CHANGING`, or a pass without gradients."""
     kind = operation.kind
     if kind == "create_model":
         learner.create(run.id, run.lora)
@@ -337,7 +355,7 @@ def compute(learner: TinkerLearner, run: TinkerRun, operation: TinkerOperation) 
 
 
 def repeat(
-    learner: TinkerLearner,
+    learner: "RunLearner",
     run: TinkerRun,
     snapshot: Path,
     *,
@@ -361,13 +379,8 @@ def repeat(
             )
 
 
-def _note_snapshot(store: TinkerStore, run: TinkerRun) -> None:
-    store.put(run)
-    store.passed(run)
-
-
-def _json(*facts: Fact, needs_snapshot: bool = False, **answer: object) -> Applied:
-    return Applied(json.dumps(answer).encode(), facts=facts, needs_snapshot=needs_snapshot)
+def _json(*facts: Fact, **answer: object) -> Applied:
+    return Applied(json.dumps(answer).encode(), facts=facts)
 
 
 def _fresh(folder: Path) -> Path:

@@ -285,7 +285,7 @@ class WeightBoard:
         if latest is None:
             raise NotFound(
                 "no weight version has been published yet",
-                remedy="ask again; the trainer is starting",
+                remedy="ask again; a trainer publishes one when it starts, a tinker-server none",
             )
         return latest
 

@@ -2,7 +2,7 @@
 
 | who holds it | trainer | engines |
 |---|---|---|
-| the engines, which generate | models and optimizers are parked in host memory | in use |
+| the engines, which generate | models and optimisers are parked in host memory | in use |
 | the trainer, which updates | in use | asleep: paused, their memory released |
 
 To publish, the trainer copies the weights to host memory and then parks; the engines wake up with
@@ -106,7 +106,7 @@ class GpuLease:
 
 
 def _tensors(resident: Sequence[Resident]) -> Iterator[Tensor]:
-    """Yields the tensors to park: parameters, buffers and optimizer states."""
+    """Yields the tensors to park: parameters, buffers and optimiser states."""
     for modules, optimizers in resident:
         for optimizer in optimizers:
             optimizer.zero_grad()  # the next update starts with this anyway

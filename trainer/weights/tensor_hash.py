@@ -87,7 +87,7 @@ def _words(tensor: Tensor) -> Tensor:
 
 
 def _shifted(words: Tensor, bits: int) -> Tensor:
-    """Shifts right, filling up with zeros, where int32 repeats its sign."""
+    """Shifts right and fills with zeros; int32's own shift would repeat the sign."""
     return (words >> bits) & ((1 << (32 - bits)) - 1)
 
 

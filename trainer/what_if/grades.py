@@ -1,8 +1,9 @@
 """Grades the recorded answers of a run again. Needs their texts only: no model, no torch."""
 
 import asyncio
-from collections.abc import AsyncIterator, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -101,9 +102,9 @@ class Regrading:
     golds: Mapping[str, str]
     functions_of_episodes: Collection[str] | None = None
 
-    async def steps(self) -> AsyncIterator[list[GroupGrades]]:
-        """Yields the groups of each step with their new grades, in the order of steps; a group that
-        was reused comes once, with its first step.
+    async def run(self, add: Callable[[GroupGrades], None]) -> None:
+        """Gives each group with its new grades to `add`, in the order of steps; a group that was
+        reused comes once, with its first step.
 
         Raises ConfigError for a file that cannot be read, InvalidInput for an answer that the
         reward functions cannot grade.
@@ -113,8 +114,8 @@ class Regrading:
             for first in range(0, len(steps), _STEPS_AT_ONCE):
                 together = steps[first : first + _STEPS_AT_ONCE]
                 calls = [self._step(service, step, path) for step, path in together]
-                for graded in await asyncio.gather(*calls):
-                    yield graded
+                for group in chain.from_iterable(await asyncio.gather(*calls)):
+                    add(group)
 
     async def _step(self, service: RewardService, step: int, path: Path) -> list[GroupGrades]:
         groups = read_texts(self.run_dir, step)
@@ -132,10 +133,10 @@ class Regrading:
         return found
 
     def _items(self, group: GroupTexts) -> Iterator[tuple[int, RewardItem]]:
-        """Yields the indices of answers and what the functions get of them.
+        """Yields the index of each answer, and the input of the reward functions for it.
 
-        Of an episode that is its last answer, which the run recorded if the environment gave the
-        reward; others are left out.
+        An episode's input is its last answer, which the run recorded if the environment gave the
+        reward; other episodes are left out.
         """
         row = row_of(group, self.rows)
         row.ground_truth = self.golds.get(

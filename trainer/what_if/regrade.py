@@ -187,7 +187,7 @@ def main(argv: list[str] | None = None) -> None:
     )
     found = Regraded(config)
     began = time.monotonic()
-    asyncio.run(_grade(regrading, found))
+    asyncio.run(regrading.run(found.add))
     used = golds.keys() & found.problems
     if golds and not used:
         raise ConfigError(
@@ -213,12 +213,6 @@ def _line(group: GroupGrades) -> RegradedGroup:
         correct = now.correct if now.verified else None
         grades[grade.index] = NewGrade(now.reward, correct, now.extracted_answer, now.reason)
     return RegradedGroup(group.step, group.group.id, len(group.changed), grades)
-
-
-async def _grade(regrading: Regrading, found: Regraded) -> None:
-    async for groups in regrading.steps():
-        for group in groups:
-            found.add(group)
 
 
 def _settings(

@@ -197,7 +197,7 @@ def _nothing_to_wait_for(device: object = None) -> None:
 
 
 def _make_torchvision_importable() -> None:
-    """Some of SGLang's modules import torchvision and never use it here.
+    """Lets modules of SGLang import torchvision, which they never use here.
 
     The package index has it built for CUDA only. Beside a torch without CUDA its library cannot be
     loaded, and its Python part fails at once, because it registers two operators of that library.

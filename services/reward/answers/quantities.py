@@ -101,7 +101,7 @@ def node_of(part: Tokens) -> Expression:
 
 
 def _in_digits(part: Tokens) -> Tokens:
-    """Writes a number in words at the start of the tokens in digits: twenty-one is 21."""
+    """Replaces a number in words at the start of the tokens by digits: twenty-one becomes 21."""
     negated = matched(r"(?i)(?:negative|minus) (?P<value>.+)", part)
     if negated:
         return (Token("op", "-"), *_in_digits(negated["value"]))

@@ -148,8 +148,9 @@ def test_impossible_values_are_refused_by_name() -> None:
         trainer_memory(QWEN_7B, load(["--parallel.shard_size", "3"], {}), 8)
     with pytest.raises(ConfigError, match=r"28 attention heads.*8 GPUs.*tensor_parallel_size"):
         engine_of(QWEN_7B, load(["--rollout.tensor_parallel_size", "8"], {}), GPU)
-    with pytest.raises(ConfigError, match=r"cannot be estimated.*mixtral"):
+    with pytest.raises(ConfigError) as caught:
         ModelShape.of({"model_type": "mixtral"})
+    assert (caught.value.field, caught.value.value) == ("model_type", "mixtral")
     with pytest.raises(ConfigError, match=r"incomplete.*hidden_size"):
         ModelShape.of({"model_type": "llama", "num_attention_heads": 4})
 
@@ -159,8 +160,9 @@ def test_experts_are_counted_as_in_the_published_models() -> None:
     # A layer: q and o 2·2048·4096, k and v 2·2048·512, norms 2·128 + 2·2048, the router, the experts.
     experts = 128 * 3 * 2048 * 768
     assert QWEN_30B_A3B.layer_parameters == 18_874_368 + 4352 + 128 * 2048 + experts
-    with pytest.raises(ConfigError, match=r"only some layers have experts.*decoder_sparse_step"):
+    with pytest.raises(ConfigError) as caught:
         ModelShape.of({"model_type": "qwen3_moe", "decoder_sparse_step": 2})
+    assert (caught.value.field, caught.value.value) == ("decoder_sparse_step", "2")
 
 
 def test_ranks_that_share_out_experts_gather_fewer_and_hold_as_much() -> None:

@@ -297,8 +297,9 @@ def test_a_port_in_use_is_named() -> None:
         with pytest.raises(ConfigError, match=f"cannot listen on 127.0.0.1:{port}") as caught:
             listen("127.0.0.1", port)
     assert caught.value.field == "port"
-    with pytest.raises(ConfigError, match="cannot listen"):
+    with pytest.raises(ConfigError) as caught:
         listen("203.0.113.1", 0)
+    assert (caught.value.field, caught.value.value) == ("port", "0")
 
 
 def test_small_answers_are_sent_at_once() -> None:

@@ -158,7 +158,7 @@ def story(runs: RunLearner, folder: Path) -> list[float]:
             ]
             for output in outputs:
                 numbers += output.metrics.values()
-                numbers += [number for each in output.arrays for number in each["logprobs"]]
+                numbers += [number for each in output.logprobs for number in each]
             with pytest.raises(InvalidInput, match="not finite"):
                 runs.forward_backward(run, [hopeless], "importance_sampling", {})
             if turn == 1 and run == "b":

@@ -6,7 +6,7 @@ import asyncio
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import httpx
 import numpy as np
@@ -19,11 +19,14 @@ from trainer.tinker.interface import AdamParams, Array, Datum, LoraSpec, Outputs
 from trainer.tinker.sampling import Adapters
 from trainer.tinker.server import TinkerServer
 
+if TYPE_CHECKING:
+    from trainer.tinker.learner import RunLearner
+
 BASE = "tiny/base"
 
 
 class CountingLearner:
-    """See `trainer.tinker.interface.Learner`: a run is a weight and a gradient."""
+    """Has the methods of `RunLearner`; a run is a weight and a gradient."""
 
     def __init__(self) -> None:
         self.runs: dict[str, Array] = {}
@@ -51,12 +54,9 @@ class CountingLearner:
         state = self._run(run, "forward")
         if loss != "cross_entropy":
             raise InvalidInput("this loss is not served", field="loss_fn", value=loss)
-        arrays = [
-            {"logprobs": np.asarray(datum.tokens, np.float32) * np.float32(state[0])}
-            for datum in data
-        ]
-        total = sum(float(each["logprobs"].sum()) for each in arrays)
-        return Outputs(arrays, {"loss:sum": total + self.noise})
+        found = [np.asarray(datum.tokens, np.float32) * np.float32(state[0]) for datum in data]
+        total = sum(float(each.sum()) for each in found)
+        return Outputs(found, {"loss:sum": total + self.noise})
 
     def forward_backward(
         self, run: str, data: Sequence[Datum], loss: str, config: Mapping[str, float | str]
@@ -169,7 +169,7 @@ def make_server(
     control = EngineClient("engine", "http://engine", transport=transport)
     return TinkerServer(
         directory,
-        learner,
+        cast("RunLearner", learner),
         RolloutClient("engine", "http://engine", transport=transport, deadline_s=5),
         Adapters(lambda: [control], most=2),
         base_model=BASE,

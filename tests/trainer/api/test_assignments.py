@@ -61,7 +61,7 @@ def test_every_member_of_the_trainers_is_known() -> None:
 def test_overridden_methods_are_refused(kind: type[GRPOTrainer]) -> None:
     for name in METHODS:
         own = type("Own", (kind,), {name: lambda self, *_: None})
-        with pytest.raises(ConfigError, match="your class overrides") as caught:
+        with pytest.raises(ConfigError) as caught:
             own("some/model", one, None, ROWS)
         assert caught.value.field == name
 
@@ -125,8 +125,9 @@ def test_assigned_data_functions_and_arguments_count(base_model: Path, tmp_path:
     assert all("held out" in answer["prompt"] for answer in answers)
 
     trainer.eval_dataset = None
-    with pytest.raises(ConfigError, match="goes on with the data"):
+    with pytest.raises(ConfigError) as refused:
         trainer.train_dataset = ROWS
+    assert refused.value.field == "train_dataset"
 
 
 @pytest.mark.integration

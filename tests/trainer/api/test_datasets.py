@@ -77,10 +77,9 @@ def test_a_hugging_face_dataset() -> None:
         *("1+1?", "1002"),
         {"question": "1+1?", "answer": "#### 1,002", "hint": "add"},
     )
-    with pytest.raises(
-        ConfigError, match=r"DatasetDict is not a list.*its keys are train; give one split"
-    ):
+    with pytest.raises(ConfigError, match=r"DatasetDict.*train") as caught:
         as_prompts(datasets.DatasetDict({"train": data}), "train_dataset")
+    assert caught.value.field == "train_dataset"
 
 
 def test_anything_that_yields_rows() -> None:
@@ -109,10 +108,12 @@ def test_several_data_sets_by_their_names() -> None:
     rows = [{"question": "1+1?", "answer": "2", "id": "a"}]
     found = as_held_out({"first": rows, "second": datasets.Dataset.from_list(rows)}, "eval_dataset")
     assert [prompt.id for prompt in found] == ["first/a", "second/a"]
-    with pytest.raises(ConfigError, match=r"eval_dataset\['x'\]-?.*empty|the data set is empty"):
+    with pytest.raises(ConfigError) as caught:
         as_held_out({"x": []}, "eval_dataset")
-    with pytest.raises(ConfigError, match="a name without a slash"):
+    assert (caught.value.field, caught.value.value) == ("eval_dataset['x']", "[]")
+    with pytest.raises(ConfigError) as caught:
         as_held_out({"a/b": rows}, "eval_dataset")
+    assert (caught.value.field, caught.value.value) == ("eval_dataset", "a/b")
 
 
 @pytest.mark.parametrize(

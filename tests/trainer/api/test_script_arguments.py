@@ -151,7 +151,7 @@ def test_the_name_of_a_model_is_for_model_config(base_model: Path, tmp_path: Pat
 def test_one_of_several_processes_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     rows = [{"prompt": "1+1="}] * 24
-    with pytest.raises(ConfigError, match="is one process") as caught:
+    with pytest.raises(ConfigError) as caught:
         GRPOTrainer("some/model", lambda completions, **_: [0.0], None, rows)
     assert caught.value.field == "WORLD_SIZE"
 

@@ -101,11 +101,14 @@ def test_an_error_has_the_name_of_its_field_and_says_what_other_settings_are() -
         "critic.model.name, model.names and model.name differ",
         field="algorithm.kl_coef",
         remedy="set model.name.",
+        code="not_there",
+        about={"cause": "engine_failed"},
     )
     own = with_names(error, TrainerConfig().names())
     assert own.message == error.message
     assert own.field == "kl_coef"
     assert own.remedy == "set model.name.; model.name is model_name_or_path here"
+    assert (own.event()["code"], own.event()["cause"]) == ("not_there", "engine_failed")
 
 
 @pytest.mark.parametrize(

@@ -98,8 +98,9 @@ def test_a_step_is_chosen_and_one_without_an_evaluation_is_refused(runs: list[Pa
     assert (found.step, sum(found.graded)) == (0, 0)
     beside = runs[0].parent / "notes.txt"  # as in `runs/*`
     beside.touch()
-    with pytest.raises(ConfigError, match="no run was evaluated at this step"):
+    with pytest.raises(ConfigError) as caught:
         main([*map(str, runs), str(beside), "--step", "7"])
+    assert (caught.value.field, caught.value.value) == ("--step", "7")
 
 
 def test_held_out_rewards_that_are_no_verdicts_are_compared(tmp_path: Path) -> None:

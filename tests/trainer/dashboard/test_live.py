@@ -21,7 +21,6 @@ from tests.support.processes.reward_process import reward_server
 from tests.support.runs.run_files import make_run
 from tests.support.services.apps import make, tiny
 from trainer.backends.server import BackgroundServer, create_trainer_app
-from trainer.dashboard.live import LiveDashboard
 from trainer.diagnosis.health import Health
 from trainer.weights.board import WeightBoard
 from trainer.weights.versions import write_version
@@ -69,8 +68,7 @@ def running(run_dir: Path, base_model: Path, tmp_path: Path) -> Iterator[Group]:
         }
         topology = replace(Topology.from_env(environment(0, 1, tmp_path, model)), local_hosts=hosts)
         health = Health(config, topology, board.num_nodes, lambda: 30)
-        dashboard = LiveDashboard(board.directory.parent, health)
-        app = create_trainer_app(board, Metrics("ppo_trainer"), dashboard)
+        app = create_trainer_app(board, Metrics("ppo_trainer"), health)
         trainer = stack.enter_context(BackgroundServer(app, *topology.bind(TRAINER, 8004)))
         stack.callback(board.close)
         node = Node(0, 1, tmp_path, model)

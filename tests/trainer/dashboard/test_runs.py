@@ -12,6 +12,7 @@ import pytest
 from common.errors import ConfigError, NotFound
 from tests.support.runs.run_files import evaluation, line, make_run, write
 from trainer.dashboard.columns import step_numbers
+from trainer.dashboard.run_list import RunList
 from trainer.dashboard.runs import RunReader
 from trainer.dashboard.verdict import verdict
 from trainer.observe.catalogue import ALARMS
@@ -307,3 +308,8 @@ def test_the_csv_has_every_number_of_every_step_whatever_its_name(tmp_path: Path
     assert float(last['logged.a,"b"\n']) == 2.5
     assert float(last["logged.=1+1"]) == 1e-7  # a name never starts a cell with a formula
     assert first["logged.=1+1"] == ""
+
+
+def test_runs_of_one_name_are_told_apart(tmp_path: Path) -> None:
+    runs = RunList([make_run(tmp_path / where / "run", 1) for where in ("one", "two")])()
+    assert len({run.name for run in runs}) == 2

@@ -80,7 +80,10 @@ def test_the_page_explains_a_hint_or_alarm_with_its_thresholds_and_settings(name
     heading = f"`{name.partition(',')[0]}`"
     about = [text for text in sections if heading in text.partition("\n")[0]]
     assert about
-    assert all(row.threshold in " ".join(text.split()) for text in about)
+    main = f"{row.limit:.0%}" if row.unit.startswith("of ") else f"{row.limit:g}"
+    further = [f"; {bound}: {value:g}" for bound, value in row.also.items()]
+    limits = f"{main} {row.unit}{''.join(further)}"
+    assert all(limits in " ".join(text.split()) for text in about)
     words = " ".join([row.seen, row.remedy, *row.unless.values()])
     for section, key in SETTING.findall(words):
         assert key in type(getattr(Config(), section)).model_fields

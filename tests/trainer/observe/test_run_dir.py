@@ -17,7 +17,7 @@ from trainer.evaluation.evaluation import Answer, Evaluation
 from trainer.observe import run_dir
 from trainer.observe.group_files import DIRECTORY, read_trained, recorded_steps
 from trainer.observe.jsonl import JsonlReader, last_steps, parsed
-from trainer.observe.run_dir import Recorder, check_run, is_run, read_lines, run_ids
+from trainer.observe.run_dir import Recorder, check_run, is_run, read_lines
 
 
 def recorder(directory: Path, said: io.StringIO, **options: Any) -> Recorder:
@@ -70,7 +70,8 @@ def test_a_resumed_run_keeps_the_lines_up_to_its_step(tmp_path: Path, step: int)
     )
     kept = [line["step"] for line in read_lines(tmp_path / "evaluations.jsonl")]
     assert kept == [each for each in (0, 5) if step and each <= step]
-    assert run_ids(tmp_path) == ["group", "two"]
+    attempts = read_lines(tmp_path / "attempts.jsonl")
+    assert [line["run_id"] for line in attempts] == ["group", "two"]
     assert is_run(tmp_path)
     if step:
         check_run(tmp_path)

@@ -71,6 +71,6 @@ def test_a_group_without_experts_is_refused_by_a_run_that_replays_them() -> None
     split_routing(group)
     assert all(row.experts is not None for row in batch_of([group], config).tokens.values())
     assert all(row.experts is None for row in batch_of([group], Config()).tokens.values())
-    with pytest.raises(ConfigError, match="was stored without it") as refused:
+    with pytest.raises(ConfigError) as refused:
         batch_of([make_group(np.random.default_rng(1), [1.0])], config)
     assert refused.value.field == "trainer.routing_replay"

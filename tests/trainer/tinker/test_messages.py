@@ -12,7 +12,6 @@ from common.errors import InvalidInput, ServiceError, TooLarge
 from trainer.tinker.interface import Outputs
 from trainer.tinker.messages import (
     MESSAGES,
-    SampleAnswer,
     read_pass,
     write_outputs,
     write_samples,
@@ -88,9 +87,9 @@ def test_a_message_has_a_bounded_number_of_fields() -> None:
 
 def test_outputs_have_every_array_of_every_datum() -> None:
     arrays = [
-        {"logprobs": np.array([-1, -2], np.float32)},
-        {"logprobs": np.array([-3], np.float32)},
-        {"logprobs": np.array([[-4, -5]], np.float32)},
+        np.array([-1, -2], np.float32),
+        np.array([-3], np.float32),
+        np.array([[-4, -5]], np.float32),
     ]
     found = MESSAGES.decode("Outputs", write_outputs(Outputs(arrays, {"loss:sum": 1.5})))
     assert found["metrics"] == [{"key": "loss:sum", "value": 1.5}]
@@ -106,7 +105,7 @@ def test_outputs_have_every_array_of_every_datum() -> None:
 
 def test_samples_say_how_they_ended() -> None:
     top = [[(-0.5, 5), (-1.0, 8)], [(-1.0, 6), (-2.0, 9)]]
-    sample = SampleAnswer([5, 6], [-0.5, -1], "length", top)
+    sample = {"reason": "length", "tokens": [5, 6], "logprobs": [-0.5, -1], "top": top}
     found = MESSAGES.decode("Samples", write_samples([sample], [None, -2.0], [None, [(-2.0, 3)]]))
     (sequence,) = found["sequences"]
     assert sequence["reason"] == 1

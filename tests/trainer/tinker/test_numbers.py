@@ -136,8 +136,8 @@ def test_losses_gradients_and_a_step(
     outputs = runs.forward_backward(case, data, name, config)
 
     logprobs = [plain.logprobs(datum) for datum in data]
-    for found, expected in zip(outputs.arrays, logprobs, strict=True):
-        np.testing.assert_allclose(found["logprobs"], expected.detach(), atol=NEAR)
+    for found, expected in zip(outputs.logprobs, logprobs, strict=True):
+        np.testing.assert_allclose(found, expected.detach(), atol=NEAR)
     losses = [
         plain_loss(own, {key: torch.from_numpy(each) for key, each in datum.inputs.items()})
         for own, datum in zip(logprobs, data, strict=True)
@@ -176,9 +176,9 @@ def test_several_targets_of_a_token(runs: RunLearner, policy_dir: Path, tmp_path
     data = only(random_data(several=3), "weights")
     outputs = runs.forward_backward("several", data, "cross_entropy", {})
     loss = torch.zeros(())
-    for datum, found in zip(data, outputs.arrays, strict=True):
+    for datum, found in zip(data, outputs.logprobs, strict=True):
         expected = plain.logprobs(datum)
-        np.testing.assert_allclose(found["logprobs"], expected.detach(), atol=NEAR)
+        np.testing.assert_allclose(found, expected.detach(), atol=NEAR)
         loss = loss - (expected * torch.from_numpy(datum.inputs["weights"])).sum()
     runs.save("several", tmp_path / "graded")
     same_gradient(PlainRun.of(policy_dir, tmp_path / "graded").gradient, plain.gradient_of(loss))
@@ -192,7 +192,7 @@ def test_a_loss_of_the_client(runs: RunLearner, policy_dir: Path, tmp_path: Path
     plain = PlainRun.of(policy_dir, tmp_path / "run")
     data = only(random_data())
     forward = runs.forward("custom", data, "cross_entropy", {})
-    leaves = [torch.from_numpy(each["logprobs"]).requires_grad_() for each in forward.arrays]
+    leaves = [torch.from_numpy(each).requires_grad_() for each in forward.logprobs]
 
     def loss_of(logprobs: list[Tensor]) -> Tensor:
         return -torch.nn.functional.logsigmoid(logprobs[0].sum() - logprobs[1].mean() * 20)

@@ -109,8 +109,8 @@ def test_the_numbers_do_not_depend_on_the_passes(
     for data in (DATA, only(random_data(several=2), "weights")):
         expected = runs.forward_backward(run, data, "cross_entropy", {})
         found = other.forward_backward(run, data, "cross_entropy", {})
-        for one, two in zip(expected.arrays, found.arrays, strict=True):
-            np.testing.assert_allclose(one["logprobs"], two["logprobs"], atol=1e-5)
+        for one, two in zip(expected.logprobs, found.logprobs, strict=True):
+            np.testing.assert_allclose(one, two, atol=1e-5)
     other.optim_step(run, ADAM)
     norm = runs.optim_step(run, ADAM)
     assert other.forward(run, DATA, "cross_entropy", {}).metrics == pytest.approx(
@@ -182,11 +182,12 @@ def test_peft_computes_the_exported_policy(
     )
     base.lm_head.weight.data = base.model.embed_tokens.weight.data.clone()
     model = PeftModel.from_pretrained(base, tmp_path / "adapter").eval()
-    for datum, found in zip(DATA, runs.forward(run, DATA, "cross_entropy", {}).arrays, strict=True):
+    outputs = runs.forward(run, DATA, "cross_entropy", {})
+    for datum, found in zip(DATA, outputs.logprobs, strict=True):
         with torch.no_grad():
             logprobs = model(torch.tensor([list(datum.tokens)])).logits[0].log_softmax(-1)
         targets = torch.from_numpy(datum.inputs["target_tokens"])[:, None]
-        np.testing.assert_allclose(found["logprobs"], logprobs.gather(1, targets)[:, 0], atol=1e-4)
+        np.testing.assert_allclose(found, logprobs.gather(1, targets)[:, 0], atol=1e-4)
 
 
 def test_the_embedded_engine_reads_the_exported_adapter(

@@ -3,7 +3,9 @@
 import asyncio
 import os
 import random
+import threading
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import httpx
@@ -20,9 +22,12 @@ from trainer.tinker import server as server_module
 from trainer.tinker import state as state_module
 from trainer.tinker.app import create_tinker_app
 from trainer.tinker.clients import Clients
+from trainer.tinker.interface import AdamParams
 from trainer.tinker.messages import MESSAGES
+from trainer.tinker.records import TinkerOperation
 from trainer.tinker.sampling import Adapters
 from trainer.tinker.settings import TINKER_SETTINGS
+from trainer.tinker.store import TinkerStore
 
 _KILLS = int(os.environ.get("TINKER_KILLS", "6"))
 _KEYS = {"TINKER_KEYS": "ann=tml-ann-0123456789,bob=tml-bob-0123456789"}
@@ -47,6 +52,69 @@ async def test_operations_are_applied_in_the_order_of_their_numbers(tmp_path: Pa
         assert (await waiting).json()["metrics"] == {"weight:mean": 3 - 0.5 * 5}
         assert _loss(await client.result(first)) == 15
         assert (await client.result(first)).headers["content-type"] == "application/x-protobuf"
+
+
+async def test_runs_take_turns_whatever_each_has_sent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    learner = CountingLearner()
+    goes_on = threading.Event()
+    step = learner.optim_step
+
+    def slow_step(run: str, adam: AdamParams) -> dict[str, float]:
+        goes_on.wait(10)
+        return step(run, adam)
+
+    monkeypatch.setattr(learner, "optim_step", slow_step)
+    async with serving(tmp_path, learner, EchoEngine()) as client:
+        busy = await client.run(0)
+        other = await client.run(1)
+        ids = [await client.step(busy, number) for number in (1, 2, 3)]
+        ids.append(await client.step(other, 1))
+        goes_on.set()
+        for each in ids:
+            await client.result(each)
+    runs = [run for call, run in learner.calls if call == "optim_step"]
+    assert runs == [busy, other, busy, busy]
+
+
+async def test_samplers_take_turns_whatever_each_has_sent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sampling, "_AT_ONCE", 1)
+    engine = EchoEngine()
+    goes_on = asyncio.Event()
+    answer = engine.answer
+
+    async def slow_answer(request: httpx.Request) -> httpx.Response:
+        await goes_on.wait()
+        return await answer(request)
+
+    monkeypatch.setattr(engine, "answer", slow_answer)
+    async with serving(tmp_path, CountingLearner(), engine) as client:
+        client.session = (await client.post("create_session", tags=[]))["session_id"]
+        for number in range(2):
+            await client.post(
+                "create_sampling_session",
+                session_id=client.session,
+                sampling_session_seq_id=number,
+                base_model=BASE,
+            )
+        ids = []
+        for sampler, seq in ((0, 0), (0, 1), (0, 2), (1, 0)):
+            made = await client.post(
+                "asample",
+                sampling_session_id=f"{client.session}:sample:{sampler}",
+                seq_id=seq,
+                prompt={"chunks": [{"tokens": [sampler]}]},
+                sampling_params={"max_tokens": 4},
+            )
+            ids.append(made["request_id"])
+        await asyncio.sleep(0.05)
+        goes_on.set()
+        for each in ids:
+            await client.result(each)
+    assert [body["input_ids"] for body in engine.requests] == [[0], [0], [1], [0]]
 
 
 async def test_what_is_sent_again_is_the_same_operation(tmp_path: Path) -> None:
@@ -125,14 +193,11 @@ async def _kill(server: Any, after: int) -> None:
     for _ in range(after):
         await asyncio.sleep(0.001)
     journal = server._journal
-    writing = journal._writing
-    journal._due.clear()
+    journal._due = SimpleQueue()
     for task in asyncio.all_tasks() - {asyncio.current_task()}:
         task.cancel()
     await asyncio.sleep(0)
-    if writing is not None:
-        await asyncio.gather(writing, return_exceptions=True)
-    await journal._thread.close()
+    await asyncio.to_thread(journal._thread.shutdown)
     server._store.close()
 
 
@@ -184,6 +249,21 @@ async def test_a_run_is_deleted_with_what_waits_for_it(tmp_path: Path) -> None:
         assert (await client.result(await client.step(other, 1))).status_code == 200
         assert await client.run() == run
         assert (await client.result(await client.step(run, 1))).status_code == 200
+
+
+async def test_an_operation_of_a_run_that_is_gone_is_in_nobodys_way(tmp_path: Path) -> None:
+    """As one that was accepted while its run was deleted."""
+    engine = EchoEngine()
+    async with serving(tmp_path, CountingLearner(), engine) as client:
+        run = await client.run()
+    store = TinkerStore(tmp_path / "tinker.sqlite")
+    with store.transaction():
+        store.accept(TinkerOperation("gone:train:0", 1, "optim_step", b"{}"))
+        store.accept(TinkerOperation("gone:sample:0", 0, "sample", b"{}"))
+    store.close()
+    async with serving(tmp_path, CountingLearner(), engine) as client:
+        stepped = await client.result(await client.step(run, 1))
+        assert stepped.json()["metrics"] == {"weight:mean": 3.0}
 
 
 async def test_a_run_that_was_refused_is_in_nobodys_way(tmp_path: Path) -> None:

@@ -17,7 +17,6 @@ _RUN = TinkerRun(
     session="s",
     owner="anyone",
     lora=LoraSpec(rank=4, seed=0),
-    created=1.0,
     used=1.0,
     snapshot=2,
 )
@@ -74,8 +73,8 @@ def test_a_snapshot_makes_bodies_superfluous(tmp_path: Path) -> None:
             store.accept(_operation(seq, kind="forward" if seq == 4 else "optim_step"))
             store.finish(_RUN.id, seq, _DONE, repeatable=seq != 4)
         store.passed(_RUN)
-        assert [each.seq for each, _ in store.since(_RUN, ["optim_step"])] == [3]
-        (bodies,) = store.db.execute("SELECT COUNT(*) FROM bodies").fetchone()
+        assert [each.seq for each, _ in store.since(_RUN)] == [3]
+        (bodies,) = store.db.execute("SELECT COUNT(body) FROM operations").fetchone()
         assert bodies == 1
         assert store.result(_RUN.id, 1) is not None
 
@@ -139,7 +138,7 @@ def test_results_that_were_fetched_are_dropped(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "damage",
     [
-        "UPDATE bodies SET body = x'00'",
+        "UPDATE operations SET body = x'00'",
         "UPDATE operations SET kind = 'forward'",
         "UPDATE operations SET body_sum = 7",
     ],
