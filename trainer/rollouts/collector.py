@@ -199,6 +199,7 @@ class Collector:
                     untaken = UntakenGroup(each)
                     self.untaken[each.position] = untaken
                     tasks.create_task(self._collect(untaken, tokenised))
+                self._changed.set()
 
     def free_slots(self, count: int) -> None:
         """Frees the slots of groups that were trained on."""
@@ -372,6 +373,14 @@ class Collector:
                 await self._until(self._is_idle)
                 return True
         return False
+
+    async def wait_until_sent(self, wait_s: float) -> None:
+        """Waits up to `wait_s` until every free slot has a group whose request is on its way."""
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._until(lambda: not self._can_draw()), wait_s)
+        # The tasks of these groups have begun; the client sends in tasks of its own.
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
 
     def _can_draw(self) -> bool:
         return self._free_slots > 0 and self._to_draw > 0
