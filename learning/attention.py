@@ -95,7 +95,7 @@ class Segments:
         is 0.
         """
         totals = prefixes + sizes
-        key = _within(totals)
+        key = ranges(0, totals)
         prefix = np.repeat(prefixes, totals)
         from_prompt = np.repeat(prefix_starts, totals)
         from_segment = np.repeat(starts - prefixes, totals)
@@ -129,7 +129,7 @@ class Segments:
             keys=torch.from_numpy(keys),
             row_queries=torch.from_numpy(np.concatenate(row_queries)),
             row_keys=torch.from_numpy(np.concatenate(row_keys)),
-            back=torch.from_numpy(np.repeat(places, sizes) + _within(sizes)),
+            back=torch.from_numpy(np.repeat(places, sizes) + ranges(0, sizes)),
             longest=int(sizes.max()),
             longest_keys=int(totals.max()),
             buckets=buckets,
@@ -465,10 +465,15 @@ def _attend_plainly(
 
 
 def _take(states: Tensor, places: Tensor) -> Tensor:
-    """Gathers [N, heads, size] from [T, heads, size], as an embedding, whose gradient needs no
-    atomic additions.
-    """
-    return embedding(places, states.reshape(len(states), -1)).view(len(places), *states.shape[1:])
+    """Gathers [N, heads, size] from [T, heads, size]."""
+    return gathered(states.reshape(len(states), -1), places).view(len(places), *states.shape[1:])
+
+
+def gathered(states: Tensor, places: Tensor) -> Tensor:
+    """Returns the rows `places` [N] of states [T, H]; their gradients are added in one order."""
+    if states.device.type == "cpu":
+        return states.index_select(0, places)  # forward and backward in less than half the time
+    return embedding(places, states)  # whose gradient needs no atomic additions
 
 
 def _similar_lengths(prefixes: _Array, totals: _Array) -> Iterator[_Array]:
@@ -481,9 +486,10 @@ def _similar_lengths(prefixes: _Array, totals: _Array) -> Iterator[_Array]:
             order = order[end:]
 
 
-def _within(sizes: _Array) -> _Array:
-    """Returns 0 … size - 1 for each size, concatenated."""
-    return np.arange(sizes.sum()) - np.repeat(np.cumsum(sizes) - sizes, sizes)
+def ranges(starts: _Array | int, sizes: _Array) -> _Array:
+    """Returns start, start + 1 … start + size - 1 for each pair, concatenated."""
+    found: _Array = np.arange(sizes.sum()) + np.repeat(starts - (np.cumsum(sizes) - sizes), sizes)
+    return found
 
 
 def _bounds(sizes: _Array) -> Tensor:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from common.errors import ConfigError
 from common.wire.schemas import Int32
-from learning.attention import NAME, Segments, register, unpackable
+from learning.attention import NAME, Segments, gathered, ranges, register, unpackable
 from learning.context import ContextGroup, check_heads
 from learning.linear_layers import (
     StateRows,
@@ -71,7 +71,7 @@ class Padded:
         for row, sequence in zip(input_ids, sequences, strict=True):
             row[: len(sequence)] = sequence
         first = np.arange(len(prompts)) * width + _lengths(prompts) - 1
-        predicts = _kept(_ranges(first, _lengths(completions)), completions, masks)
+        predicts = _kept(ranges(first, _lengths(completions)), completions, masks)
 
         experts: Tensor | None = None
         if routes:
@@ -99,7 +99,7 @@ class Padded:
         # Some models of other publishers cannot be told positions.
         positions = {} if self.position_ids is None else {"position_ids": self.position_ids}
         states = body(input_ids=self.input_ids, use_cache=False, **positions).last_hidden_state
-        return nn.functional.embedding(self.predicts, states.flatten(0, 1))
+        return gathered(states.flatten(0, 1), self.predicts)
 
 
 @dataclass(slots=True)
@@ -160,7 +160,7 @@ class Packed:
 
         # The end of its prompt predicts a completion's first token.
         some = lengths > 0
-        predicts = _ranges(starts - 1, lengths)
+        predicts = ranges(starts - 1, lengths)
         predicts[(np.cumsum(lengths) - lengths)[some]] = (prompt_starts + sizes - 1)[some]
 
         # The segments: prompt and completion of every row in turn, without prompts that were there
@@ -173,7 +173,7 @@ class Packed:
         places = _kept(predicts, completions, masks)
         return cls(
             input_ids=torch.from_numpy(np.concatenate(tokens).astype(np.int64))[None],
-            position_ids=torch.from_numpy(_ranges(prefixes, segment_sizes))[None],
+            position_ids=torch.from_numpy(ranges(prefixes, segment_sizes))[None],
             predicts=torch.from_numpy(places),
             segments=Segments.of(
                 segment_starts, segment_sizes, prefix_starts=prefix_starts, prefixes=prefixes
@@ -203,10 +203,10 @@ class Packed:
         states = self._states(body, context)
         own = self.own(context)
         if context is None or own is None:
-            return nn.functional.embedding(self.predicts, states)
+            return gathered(states, self.predicts)
         start, _ = context.bounds(self.input_ids.shape[1])
         places = torch.from_numpy(self.places[own] - start)
-        return nn.functional.embedding(moved(places, states.device), states)
+        return gathered(states, moved(places, states.device))
 
     def _states(self, body: nn.Module, context: ContextGroup | None = None) -> Tensor:
         """Returns the final hidden states of the line [T, H], or of this rank's part of it."""
@@ -318,11 +318,3 @@ def _alternating(even: NDArray[Any], odd: NDArray[Any]) -> NDArray[Any]:
     """Returns even[0], odd[0], even[1], odd[1] and so on."""
     alternating: NDArray[Any] = np.stack([even, odd], 1).reshape(-1)
     return alternating
-
-
-def _ranges(starts: _Array, lengths: _Array) -> _Array:
-    """Returns start, start + 1 … start + length - 1 for each pair, concatenated."""
-    ranges: _Array = np.arange(lengths.sum()) + np.repeat(
-        starts - (np.cumsum(lengths) - lengths), lengths
-    )
-    return ranges

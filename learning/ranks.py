@@ -19,7 +19,7 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from common.errors import ConfigError
 from common.settings.config import Config
-from learning.allocator import configure_allocators
+from learning.allocator import configure_allocators, keep_freed_memory
 from learning.context import ContextGroup
 from learning.device import DeviceKind, choose_device
 
@@ -75,6 +75,8 @@ class Ranks:
         self.device = choose_device(self.device_kind, "trainer.device", rank=self.local_rank)
         if self.on_gpu:
             configure_allocators(os.environ)
+        else:
+            keep_freed_memory(os.environ)
 
     @classmethod
     def from_env(cls, join_s: float, config: Config | None = None) -> "Ranks":
@@ -217,9 +219,12 @@ class Ranks:
         """
         if self.world_size == 1:
             return value
-        values = [value]
-        dist.broadcast_object_list(values, src=0)
-        return values[0]
+        body = _pickled(value) if self.is_rank_zero else torch.empty(0, dtype=torch.uint8)
+        size = torch.tensor([len(body)])
+        dist.broadcast(size, src=0)
+        body = body.resize_(int(size))
+        dist.broadcast(body, src=0)
+        return value if self.is_rank_zero else cast(_T, _unpickled(body))
 
     def scatter(self, part: Callable[[int], _T] | None) -> _T:
         """Returns `part(share)` of rank 0 for this rank's share of a batch; the argument of other
@@ -302,9 +307,7 @@ def _send(value: object, rank: int) -> None:
     """Sends an object to a rank, which calls `_receive`. Takes a third of the processor time of
     `dist.send_object_list`, which copies what it pickled three times.
     """
-    file = io.BytesIO()
-    pickle.dump(value, file, pickle.HIGHEST_PROTOCOL)
-    body = torch.from_numpy(np.frombuffer(file.getbuffer(), np.uint8))
+    body = _pickled(value)
     dist.send(torch.tensor([len(body)]), rank)
     dist.send(body, rank)
 
@@ -314,6 +317,16 @@ def _receive(rank: int) -> Any:
     dist.recv(size, rank)
     body = torch.empty(int(size), dtype=torch.uint8)
     dist.recv(body, rank)
+    return _unpickled(body)
+
+
+def _pickled(value: object) -> Tensor:
+    file = io.BytesIO()
+    pickle.dump(value, file, pickle.HIGHEST_PROTOCOL)
+    return torch.from_numpy(np.frombuffer(file.getbuffer(), np.uint8))
+
+
+def _unpickled(body: Tensor) -> Any:
     return pickle.loads(body.numpy())  # noqa: S301  # of another rank of this run
 
 

@@ -12,9 +12,8 @@ import math
 import random
 import ssl
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from functools import cache
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from functools import cache, partial
 from typing import Any, NamedTuple, Self, TypeVar
 
 import httpx
@@ -253,6 +252,8 @@ class Client:
     async def _repeat(
         self, method: str, path: str, patience_s: float, arguments: dict[str, Any]
     ) -> Reply:
+        loop = asyncio.get_running_loop()
+        call = f"{method} {path}"
         start = time.monotonic()
         patience = _Patience(patience_s)
         delay = 0.05
@@ -265,13 +266,19 @@ class Client:
             connect_s = patience.connect_s
             attempt = logs.new_request_id()
             sent = {**arguments, "headers": {**arguments.get("headers", {}), ATTEMPT: attempt}}
-            watch = self._watched(attempt, f"{method} {path}", patience, start=start)
+            watching: list[asyncio.Task[None]] = []
+            watch = partial(self._watch_attempt, attempt, call, patience, start=start)
+            timer = loop.call_later(patience.silent_s, _begin, watch, watching)
             try:
                 async with patience.attempt():
-                    with watch:
+                    try:
                         response = await self._exchange(
                             method, path, connect_s, sent, moved=patience.moved
                         )
+                    finally:
+                        timer.cancel()
+                        for task in watching:
+                            task.cancel()
             except _NETWORK_ERRORS as error:
                 self._check_trust(error)
                 # An attempt that the deadline cut off says less than the one before.
@@ -293,7 +300,7 @@ class Client:
                     looked = time.monotonic()
                     patience.saw((await self._look(attempt)).progress, has_attempt=False)
 
-            self._warn(start, f"{method} {path}: {reason}", problem)
+            self._warn(start, f"{call}: {reason}", problem)
             # With jitter: hundreds of clients that lost the same service must not return at once.
             pause = max(delay * random.uniform(0.5, 1.5), retry_after_s * random.uniform(1.0, 1.5))
             await asyncio.sleep(min(pause, max(0.0, patience.left_s)))
@@ -302,35 +309,16 @@ class Client:
         reason = reason or "no request was sent"
         if patience_s >= watchdog.LONG_S:
             watchdog.deadline_passed(
-                f"{self.service} did not answer {method} {path} within {patience_s:.0f} s: {reason}"
+                f"{self.service} did not answer {call} within {patience_s:.0f} s: {reason}"
             )
         raise Unreachable(
-            f"{self.service} did not answer {method} {path} in time: {reason}",
+            f"{self.service} did not answer {call} in time: {reason}",
             field="url",
             value=self.base_url,
             remedy=f"look at the log of {self.service}",
             request=logs.request_id(),
             about={"service": self.service, "problem": problem},
         )
-
-    @contextmanager
-    def _watched(
-        self, attempt: str, call: str, patience: _Patience, *, start: float
-    ) -> Iterator[None]:
-        """Watches an attempt that has been silent for long (`_watch_attempt`)."""
-        tasks: list[asyncio.Task[None]] = []
-
-        # Most calls are over before, and would pay for a task of their own.
-        def begin() -> None:
-            tasks.append(asyncio.create_task(self._watch_attempt(attempt, call, patience, start)))
-
-        timer = asyncio.get_running_loop().call_later(patience.silent_s, begin)
-        try:
-            yield
-        finally:
-            timer.cancel()
-            for task in tasks:
-                task.cancel()
 
     async def _watch_attempt(
         self, attempt: str, call: str, patience: _Patience, start: float
@@ -533,6 +521,15 @@ class Client:
     async def flush(self, deadline_s: float | None = None) -> None:
         """Asks the service to make everything durable; returns when that is done."""
         await self.request("POST", "/flush", deadline_s=deadline_s)
+
+
+def _begin(
+    watch: Callable[[], Coroutine[Any, Any, None]], watching: list[asyncio.Task[None]]
+) -> None:
+    """Begins to watch an attempt that has been silent for long. Most calls are over before, and
+    would pay for a task of their own.
+    """
+    watching.append(asyncio.create_task(watch()))
 
 
 def _json(content: Any) -> bytes:

@@ -101,7 +101,7 @@ class RolloutClient(GeneratingClient):
         """Answers for `readers` are received into files here: they may have hundreds of MB each,
         and many may end together."""
         self._parsing_ends = 0.0
-        self._parsing_over = False
+        """When parsing in this round of the event loop ends; 0 before it begins."""
 
     async def generate(
         self,
@@ -204,18 +204,14 @@ class RolloutClient(GeneratingClient):
         calls time out, so other tasks run after every `_PARSING_S` seconds of parsing.
         """
         loop = asyncio.get_running_loop()
-
-        def begin() -> None:
-            self._parsing_ends = loop.time() + _PARSING_S
-            self._parsing_over = False
-
-        while True:
-            if not self._parsing_over and loop.time() > self._parsing_ends:
-                self._parsing_over = True
-                loop.call_soon(begin)
-            if not self._parsing_over:
-                return
+        while self._parsing_ends and loop.time() > self._parsing_ends:  # noqa: ASYNC110
             await asyncio.sleep(0)
+        if not self._parsing_ends:
+            self._parsing_ends = loop.time() + _PARSING_S
+            loop.call_soon(self._end_parsing)
+
+    def _end_parsing(self) -> None:
+        self._parsing_ends = 0.0
 
     async def _generate(
         self,

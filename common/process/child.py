@@ -24,6 +24,7 @@ from common.process.security import SecretRedactor
 _READ_BYTES = 1 << 16
 _TAIL_LINES = 30
 _POLL_S = 0.02
+_MAX_POLL_S = 0.2
 _KILL_S = 10.0
 _DRAIN_S = 2.0
 
@@ -165,10 +166,12 @@ class Child:
         the command, 128 + n when signal n ended it.
 
         It polls, because asyncio's own `wait` may block until the last grandchild has closed the
-        output.
+        output: ever more seldom, since a waking process takes a core from those that compute.
         """
-        while self._process.returncode is None:  # noqa: ASYNC110
-            await asyncio.sleep(_POLL_S)
+        pause_s = _POLL_S
+        while self._process.returncode is None:
+            await asyncio.sleep(pause_s)
+            pause_s = min(1.1 * pause_s, _MAX_POLL_S)
         return shell_status(self._process.returncode)
 
     def kill(self) -> None:

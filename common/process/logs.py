@@ -14,8 +14,7 @@ import secrets
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from contextvars import ContextVar
 from datetime import datetime
 from pathlib import Path
@@ -69,18 +68,22 @@ def set_run(run: str) -> None:
     _own_run = run
 
 
-@contextmanager
-def request(identifier: str, run: str = "") -> Iterator[None]:
+class request:
     """Sets the request id (a new one if this is unusable) and, if given, the run for log lines and
     calls inside.
     """
-    before = _request.set(identifier if usable_id(identifier) else new_request_id())
-    before_run = _run.set(run if usable_id(run) else _run.get())
-    try:
-        yield
-    finally:
-        _request.reset(before)
-        _run.reset(before_run)
+
+    def __init__(self, identifier: str, run: str = "") -> None:
+        self._id = identifier if usable_id(identifier) else new_request_id()
+        self._run = run if run and usable_id(run) else _run.get()
+
+    def __enter__(self) -> None:
+        self._before = _request.set(self._id)
+        self._run_before = _run.set(self._run)
+
+    def __exit__(self, *_: object) -> None:
+        _request.reset(self._before)
+        _run.reset(self._run_before)
 
 
 def sent_headers() -> dict[str, str]:

@@ -105,15 +105,17 @@ _other_ranks: Callable[[], list[RankWhere]] = list
 _after_report: Callable[[str], None] | None = None
 
 
-@contextmanager
-def waiting(call: str, service: str) -> Iterator[None]:
+class waiting:
     """Lists `call` to `service` as pending while inside."""
-    key = object()
-    _waits[key] = call, service, time.monotonic()
-    try:
-        yield
-    finally:
-        del _waits[key]
+
+    def __init__(self, call: str, service: str) -> None:
+        self._wait = call, service, time.monotonic()
+
+    def __enter__(self) -> None:
+        _waits[self] = self._wait
+
+    def __exit__(self, *_: object) -> None:
+        del _waits[self]
 
 
 def follow(loop: asyncio.AbstractEventLoop) -> None:

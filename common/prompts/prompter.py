@@ -10,7 +10,7 @@ Training, evaluation, the Python API and supervised fine-tuning all call `prompt
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 from jinja2 import TemplateError
 
@@ -162,6 +162,14 @@ def conversation(prompt: Prompt, system_prompt: str, text: str) -> list[dict[str
     return [{"role": "system", "content": system_prompt}, *chat]
 
 
+class TokenisedPrompt(NamedTuple):
+    """A prompt as the engines get it."""
+
+    token_ids: list[int]
+    answer_start: str
+    """The end of its text that belongs to the answer (`Prompter.answer_start`)."""
+
+
 @dataclass
 class Prompter:
     """The prompts of a run: a tokenizer, a style, and the tokens that end an answer.
@@ -186,7 +194,9 @@ class Prompter:
         """Returns the text of a prompt that belongs to its answer: the mark that opens a thought,
         if the template ends with one, and the prefill.
         """
-        text = prompt_text(prompt, self.style, self.tokenizer)
+        return self._answer_start(prompt_text(prompt, self.style, self.tokenizer))
+
+    def _answer_start(self, text: str) -> str:
         opened = OPENED_THOUGHT.search(text.removesuffix(self.style.prefill))
         return (opened[0] if opened else "") + self.style.prefill
 
@@ -194,6 +204,10 @@ class Prompter:
         """Returns `token_ids` of several prompts. Raises ConfigError for a token that the model
         lacks.
         """
+        return [each.token_ids for each in self.tokenised(prompts)]
+
+    def tokenised(self, prompts: Sequence[Prompt]) -> list[TokenisedPrompt]:
+        """Returns several prompts, each rendered once. Raises as `all_token_ids`."""
         texts = [prompt_text(prompt, self.style, self.tokenizer) for prompt in prompts]
         found = text_ids(texts, self.style, self.tokenizer)
         for prompt, token_ids in zip(prompts, found, strict=True):
@@ -208,7 +222,8 @@ class Prompter:
                     remedy="call model.resize_token_embeddings(len(tokenizer)) and save both, or "
                     "use the model's own tokenizer",
                 )
-        return found
+        starts = map(self._answer_start, texts)
+        return list(map(TokenisedPrompt, found, starts))
 
 
 def _rendered(

@@ -11,7 +11,6 @@ import json
 import re
 import reprlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from typing import Annotated, Any, TypeVar, get_args
 
 import msgpack
@@ -148,17 +147,17 @@ def parse_json(body: bytes) -> Any:
         ) from None
 
 
-@contextmanager
-def without_collection() -> Iterator[None]:
+class without_collection:
     """Pauses the garbage collector: while a million lists are created, it would scan the whole heap
     again and again, which took ten times as long as the parsing (`python -m benchmarks.collector`).
     """
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
+
+    def __enter__(self) -> None:
+        self._was_on = gc.isenabled()
+        gc.disable()
+
+    def __exit__(self, *_: object) -> None:
+        if self._was_on:
             gc.enable()
 
 

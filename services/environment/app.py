@@ -4,6 +4,7 @@ talk to a model.
 
 import hashlib
 import hmac
+import json
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -19,6 +20,7 @@ from common.errors import InvalidInput, ServiceError, Unauthorized
 from common.wire import codec
 from common.wire.schemas import EpisodeRequest, Episodes
 from services.environment.dialects import DIALECTS, MESSAGES, Dialect, read_call
+from services.environment.messages import written
 from services.environment.outcome import EpisodeFailed, parse_reward
 from services.environment.service import MAX_EPISODES, EpisodeService
 from services.environment.session import Session
@@ -162,15 +164,17 @@ def _session_routes(app: Service, service: EpisodeService) -> None:
 
 def _gateway_route(app: Service, service: EpisodeService, dialect: Dialect) -> None:
     """Adds the route of one of the session APIs."""
+    count = service.calls.labels(dialect.path)
 
     async def call(session: str, request: Request) -> Response:
         """Answers a call of this episode's program. The session's key is its name."""
         called = _session(service, session, request)
-        service.calls.labels(dialect.path).inc()
+        count.inc()
         try:
             body = await read_json(request)
             key = _request_key(body, dialect)
-            parsed = read_call(body, dialect)
+            parsed = read_call(body, dialect, called.chat)
+            called.chat = parsed.chat
             # OpenAI's and Anthropic's libraries say whether they send a call again.
             retries = request.headers.get("x-stainless-retry-count")
             # A call that its client leaves goes on, and counts as unanswered.
@@ -189,11 +193,12 @@ def _gateway_route(app: Service, service: EpisodeService, dialect: Dialect) -> N
             raise
         try:
             content = dialect.write(answer, parsed, secrets.token_hex(16))
-            response: Response = JSONResponse(content)
             if parsed.streams:
                 # As one body with its length, since clients stop reading at the last event.
                 events = "".join(dialect.events(content, parsed))
                 response = Response(events, media_type=EVENTS)
+            else:
+                response = Response(_json(content), media_type=JSON)
             connection = connection_of(request)
             if connection is not None:
                 if connection.is_lost:
@@ -227,14 +232,16 @@ def _add_call(app: Service, path: str, route: _Route, dialect: Dialect) -> None:
     )
 
 
+def _json(content: Json) -> bytes:
+    try:
+        return orjson.dumps(content)
+    except TypeError:  # an integer of more than 64 bits in the arguments of a tool call
+        return json.dumps(content).encode()
+
+
 def _request_key(body: Any, dialect: Dialect) -> str:
     """Returns a key that is the same for equal requests. Raises InvalidInput."""
-    try:
-        content = orjson.dumps(body, option=orjson.OPT_SORT_KEYS)
-    except TypeError:  # orjson can parse deeper nesting than it can write
-        raise InvalidInput(
-            "the body is nested too deeply", field="body", remedy="nest it at most 250 levels deep"
-        ) from None
+    content = written(body, orjson.OPT_SORT_KEYS)
     return hashlib.blake2b(dialect.path.encode() + content, digest_size=16).hexdigest()
 
 

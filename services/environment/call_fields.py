@@ -191,7 +191,10 @@ def leaves_tools_out(body: Json) -> bool:
 def read_options(body: Json) -> CallOptions:
     """Returns what a checked call asks of its answer. Raises InvalidInput."""
     given = [_length(name, body[name]) for name in _LENGTHS if body.get(name) is not None]
-    stops = [text for name, limit in _STOPS.items() for text in _stop_texts(body, name, limit)]
+    stops: list[str] = []
+    for name, limit in _STOPS.items():
+        if body.get(name) is not None:
+            stops += _stop_texts(name, body[name], limit)
     return CallOptions(stop=tuple(stops), max_tokens=min(given, default=None))
 
 
@@ -206,9 +209,8 @@ def _length(name: str, value: Any) -> int:
     return value
 
 
-def _stop_texts(body: Json, name: str, limit: int) -> list[str]:
-    value = body.get(name)
-    texts = [value] if isinstance(value, str) else value or []
+def _stop_texts(name: str, value: Any, limit: int) -> list[str]:
+    texts = [value] if isinstance(value, str) else value
     are_texts = isinstance(texts, list) and all(
         isinstance(text, str) and 0 < len(text) <= MAX_STOP_CHARS for text in texts
     )

@@ -8,7 +8,7 @@ Each reads a request as messages and tools, and writes a complete answer as one 
 import itertools
 import json
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -16,26 +16,33 @@ from common import Json
 from common.errors import InvalidInput
 from services.environment.call_fields import check_fields, leaves_tools_out, read_options
 from services.environment.messages import (
+    Chat,
     Message,
     made_tool,
     made_tool_call,
-    parse_messages,
+    parse_chat,
     parse_tools,
     text_of,
 )
 from services.environment.session import CallAnswer, CallOptions
 
+_NO_CHAT = Chat()
+
 
 class Call(NamedTuple):
     """A request in any dialect."""
 
-    messages: list[Message]
+    chat: Chat
     tools: list[Json]
     model: str
     streams: bool
     streams_usage: bool
     """Whether a stream of chat completions ends with the usage."""
     options: CallOptions
+
+    @property
+    def messages(self) -> Sequence[Message]:
+        return self.chat.messages
 
 
 class Dialect(NamedTuple):
@@ -55,8 +62,10 @@ class Dialect(NamedTuple):
     events: Callable[[Json, Call], Iterator[str]]
 
 
-def read_call(body: Any, dialect: Dialect) -> Call:
-    """Reads a request. Raises InvalidInput that names the field."""
+def read_call(body: Any, dialect: Dialect, before: Chat = _NO_CHAT) -> Call:
+    """Reads a request whose conversation may go on from that of an earlier one. Raises InvalidInput
+    that names the field.
+    """
     if not isinstance(body, dict):
         raise InvalidInput(
             "the body must be a mapping",
@@ -65,11 +74,11 @@ def read_call(body: Any, dialect: Dialect) -> Call:
             remedy=f'send {{"{dialect.field}": …}}',
         )
     check_fields(body, dialect.path)
-    messages = parse_messages(dialect.read(body), dialect.field)
+    chat = parse_chat(dialect.read(body), dialect.field, before)
     tools = parse_tools(body.get("tools"), dialect.read_tool)
     options = body.get("stream_options")
     return Call(
-        messages=messages,
+        chat=chat,
         tools=[] if leaves_tools_out(body) else tools,
         model=str(body.get("model") or "policy"),
         streams=bool(body.get("stream")),

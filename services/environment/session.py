@@ -19,7 +19,7 @@ from common.wire.schemas import (
     StopReason,
 )
 from services.environment.clock import EpisodeClock
-from services.environment.messages import Message, Tools
+from services.environment.messages import Chat, Message, Tools
 from services.environment.template import Template, cut
 from services.environment.tree import SessionTree, TurnNode
 
@@ -181,6 +181,8 @@ class Session:
     ) -> None:
         self.id = identifier
         self.tree = SessionTree()
+        self.chat = Chat()
+        """The conversation of the latest call through the gateway."""
         self.clock = EpisodeClock()
         """Measures the episode's own time, without that of the engines."""
         self.closed = False
@@ -369,7 +371,8 @@ class Session:
         text = self._template.decode(completion.token_ids.tolist())
         text, stop_text, _ = cut(text, options.stop)
         message, problem = self._template.parse(text, tools, answer=len(self.tree.nodes))
-        self.tree.add(parent, [*new_messages, message], tools, added=added, sampled=completion)
+        turn = [*new_messages, message]
+        self.tree.add(parent, turn, tools, added=added, sampled=completion, sent=messages)
         return CallAnswer(
             call=call,
             message=message,
@@ -391,7 +394,7 @@ class Session:
             "sampled_tokens": limits.sampled_tokens - self.sampled_tokens - self._reserved_tokens,
             "context": limits.context - prompt_tokens,
         }
-        tightest = min(tokens_left, key=lambda limit: tokens_left[limit])
+        tightest = min(tokens_left, key=tokens_left.__getitem__)
         if tokens_left[tightest] <= 0:
             value = limits.context if tightest == "context" else limits.sampled_tokens
             raise _limit_reached(tightest, value)

@@ -11,6 +11,7 @@ is ever rendered or tokenised again, so every trained token is exactly the sampl
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from operator import is_
 
 import numpy as np
 
@@ -60,6 +61,10 @@ class SessionTree:
     def __init__(self) -> None:
         self.nodes: list[TurnNode] = []
         self._roots: dict[str, list[TurnNode]] = {}
+        self._is_chain = True
+        """Whether every turn continues the one before."""
+        self._sent: Sequence[Message] = ()
+        """All messages of the latest call, as its program sent them."""
 
     def find(
         self, messages: Sequence[Message], tools: Tools
@@ -69,12 +74,16 @@ class SessionTree:
         If an answer in the history was not recorded there, the history was rewritten and continues
         no node.
         """
+        roots = self._roots.get(tools_key(tools), [])
+        if roots and self._continues_chain(messages):
+            return self._new(self.nodes[-1], messages, len(self._sent) + 1)
+
         best = 0
         best_marks = 0
         best_node: TurnNode | None = None
         # Depth first, earlier nodes first: the stack is filled in reverse. Beside each node, how
         # many messages and marks its parents match.
-        stack = [(node, 0, 0) for node in reversed(self._roots.get(tools_key(tools), []))]
+        stack = [(node, 0, 0) for node in reversed(roots)]
         while stack:
             node, start, marks = stack.pop()
             end = start + len(node.messages)
@@ -88,11 +97,29 @@ class SessionTree:
                 best_node = node
             stack += [(child, end, marks) for child in reversed(node.children)]
 
+        return self._new(best_node, messages, best)
+
+    def _continues_chain(self, messages: Sequence[Message]) -> bool:
+        """Whether `messages` are those of the latest call, its answer and others. A program mostly
+        goes on like that; only the answer has to be compared then.
+        """
+        answered = len(self._sent)
+        return (
+            self._is_chain
+            and 0 < answered < len(messages)
+            and all(map(is_, self._sent, messages))
+            and self.nodes[-1].answer.is_sent(messages[answered])
+        )
+
+    @staticmethod
+    def _new(
+        node: TurnNode | None, messages: Sequence[Message], begin: int
+    ) -> tuple[TurnNode | None, list[Message]]:
+        new_messages = list(messages[begin:])
         # An answer among the new messages is one that no node has: the program rewrote it.
-        new_messages = list(messages[best:])
         if any(message.role == "assistant" for message in new_messages):
             return None, list(messages)
-        return best_node, new_messages
+        return node, new_messages
 
     def add(
         self,
@@ -102,8 +129,13 @@ class SessionTree:
         *,
         added: Sequence[int],
         sampled: Completion,
+        sent: Sequence[Message] = (),
     ) -> TurnNode:
-        """Records a turn; `messages` are the new messages and the answer."""
+        """Records a turn; `messages` are the new messages and the answer, `sent` all messages of
+        the call.
+        """
+        self._is_chain = self._is_chain and parent is (self.nodes[-1] if self.nodes else None)
+        self._sent = sent
         node = TurnNode(parent, list(messages), np.array(added, np.int32), sampled=sampled)
         siblings = parent.children if parent else self._roots.setdefault(tools_key(tools), [])
         siblings.append(node)

@@ -12,7 +12,6 @@ import re
 import socket
 from functools import lru_cache
 
-from starlette.datastructures import Headers
 from starlette.types import Scope
 
 from common.errors import ServiceError
@@ -48,9 +47,13 @@ class CallerCheck:
 
     def refusal(self, scope: Scope) -> ServiceError | None:
         """Returns why this request is not served, or None."""
-        headers = Headers(scope=scope)
+        headers: dict[str, str] = {}
+        hosts = 0
+        for name, value in scope["headers"]:
+            headers.setdefault(name.decode("latin-1"), value.decode("latin-1"))
+            hosts += name == b"host"
         host = headers.get("host", "").lower()
-        if not self._is_own(host, scope) or len(headers.getlist("host")) > 1:
+        if not self._is_own(host, scope) or hosts > 1:
             return ForeignCaller(
                 "this host is not a name of this service: a page of another site may have pointed "
                 "it here (DNS rebinding)",

@@ -162,8 +162,7 @@ class BoundedConnection(HttpToolsProtocol):
         super().on_headers_complete()
         self._in_body = True
         self._unread_bytes = 0
-        if not self.cycle.keep_alive:
-            self.cycle.transport = _ClosedByClient(self)  # type: ignore[assignment]
+        self.cycle.transport = _OfAnswer(self)  # type: ignore[assignment]
 
     def on_body(self, body: bytes) -> None:
         super().on_body(body)
@@ -290,19 +289,43 @@ def connection_of(request: Request) -> BoundedConnection | None:
     return connection
 
 
-class _ClosedByClient:
-    """The transport of a connection's last answer. The client closes the connection when it has
-    read the answer; how it closes tells whether it has. If it does not close, the time-out of idle
-    connections ends it.
+class _OfAnswer:
+    """The transport of an answer. Its head is sent with the first part of its body, as one packet
+    that wakes the client once.
+
+    After its last answer a connection is closed by the client, when it has read the answer; how it
+    closes tells whether it has. If it does not close, the time-out of idle connections ends it.
     """
 
     def __init__(self, connection: BoundedConnection) -> None:
         self._connection = connection
-        self.write = connection.transport.write
+        self._held: bytes | None = None
+        self._sending: asyncio.Handle | None = None
         self.is_closing = connection.transport.is_closing
+
+    def write(self, content: bytes) -> None:
+        """Sends a part of the answer; the first part in the next round of the event loop, unless
+        another one comes before.
+        """
+        if self._sending is None:
+            self._held = content
+            self._sending = self._connection.loop.call_soon(self._send_held)
+        elif self._held is not None:
+            both = (self._held, content)
+            self._held = None
+            self._sending.cancel()
+            self._connection.transport.writelines(both)
+        else:
+            self._connection.transport.write(content)
+
+    def _send_held(self) -> None:
+        if self._held is not None and not self.is_closing():
+            self._connection.transport.write(self._held)
+        self._held = None
 
     def close(self) -> None:
         """Ends an answer."""
+        self._send_held()
         is_whole = self._connection.cycle.response_complete
         if not (is_whole and self._connection.deliveries):
             self._connection.transport.close()

@@ -1,14 +1,13 @@
 """Cancels work when its client disconnects, if client and server are not one process."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
 from fastapi import Request
 
 from common.errors import NotReady, ServiceError
-from services.http.connections import connection_of
+from services.http.connections import BoundedConnection, connection_of
 
 _T = TypeVar("_T")
 _WATCH_S = 0.25
@@ -41,9 +40,14 @@ async def cancel_on_disconnect(request: Request, work: Awaitable[_T], *, drain: 
             reason = error
             caller.cancel()
 
+    connection = connection_of(request)
+    watchers: list[asyncio.Handle | asyncio.Task[None]] = []
+    if connection is not None:
+        watchers += _when_lost(connection, cancel)
+    if drain:
+        watchers.append(asyncio.create_task(_when_draining(request, cancel)))
     try:
-        with _watching(request, cancel, drain=drain):
-            return await work
+        return await work
     except asyncio.CancelledError:
         # Somebody else may have cancelled the caller, too.
         if reason is None or caller.cancelling() > earlier_cancellations + 1:
@@ -52,35 +56,24 @@ async def cancel_on_disconnect(request: Request, work: Awaitable[_T], *, drain: 
     finally:
         if reason is not None:
             caller.uncancel()
-
-
-@contextmanager
-def _watching(
-    request: Request, cancel: Callable[[ServiceError], None], *, drain: bool
-) -> Iterator[None]:
-    """Calls `cancel` when the client disconnects and, with `drain`, when the service stops."""
-
-    def leave() -> None:
-        cancel(ClientGone("the client closed the connection"))
-
-    async def stop() -> None:
-        while not request.app.state.draining:  # noqa: ASYNC110
-            await asyncio.sleep(_WATCH_S)
-        cancel(NotReady("the service is stopping", remedy="try again"))
-
-    connection = connection_of(request)
-    watchers: list[asyncio.Handle | asyncio.Task[None]] = []
-    if connection is not None:
-        connection.when_lost = leave
-        if connection.is_lost:
-            # Not now: what is cancelled must have begun to wait.
-            watchers.append(asyncio.get_running_loop().call_soon(leave))
-    if drain:
-        watchers.append(asyncio.create_task(stop()))
-    try:
-        yield
-    finally:
         if connection is not None:
             connection.when_lost = None
         for watcher in watchers:
             watcher.cancel()
+
+
+def _when_lost(
+    connection: BoundedConnection, cancel: Callable[[ServiceError], None]
+) -> list[asyncio.Handle]:
+    def leave() -> None:
+        cancel(ClientGone("the client closed the connection"))
+
+    connection.when_lost = leave
+    # Not now: what is cancelled must have begun to wait.
+    return [asyncio.get_running_loop().call_soon(leave)] if connection.is_lost else []
+
+
+async def _when_draining(request: Request, cancel: Callable[[ServiceError], None]) -> None:
+    while not request.app.state.draining:  # noqa: ASYNC110
+        await asyncio.sleep(_WATCH_S)
+    cancel(NotReady("the service is stopping", remedy="try again"))

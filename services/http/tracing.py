@@ -4,6 +4,7 @@ import logging
 import time
 from urllib.parse import quote
 
+from prometheus_client import Counter, Histogram
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from common.errors import ServiceError, shorten
@@ -53,6 +54,8 @@ class RequestTracing:
         self._level = level
         self._logged = dict[tuple[str, str, int], tuple[float, int]]()
         """By method, route and status: the start of the window, and the lines in it."""
+        self._counts = dict[tuple[str, int], tuple[Counter, Histogram]]()
+        """By route and status; to look a metric up by its labels takes longer than to count."""
         self._attempts = set[str]()
         """The attempts of clients in progress."""
 
@@ -92,8 +95,12 @@ class RequestTracing:
     def _finish(self, scope: Scope, status: int, seconds: float) -> None:
         # Never the raw path: that would be unbounded.
         route = getattr(scope.get("route"), "path", "unknown")
-        self._metrics.requests.labels(route, status).inc()
-        self._metrics.latency.labels(route).observe(seconds)
+        if (route, status) not in self._counts:
+            count = self._metrics.requests.labels(route, status)
+            self._counts[route, status] = count, self._metrics.latency.labels(route)
+        count, latency = self._counts[route, status]
+        count.inc()
+        latency.observe(seconds)
         level = self._level_of(scope["method"], route, status)
         if log.isEnabledFor(level):
             error: ServiceError | None = scope.get("error")

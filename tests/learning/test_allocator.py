@@ -1,10 +1,14 @@
-"""What the trainer configures in torch's allocators, and which settings of the user it keeps."""
+"""What the trainer configures in the allocators, and which settings of the user it keeps."""
 
+import platform
+import resource
+
+import numpy as np
 import pytest
 import torch
 from torch.torch_version import TorchVersion
 
-from learning.allocator import configure_allocators
+from learning.allocator import configure_allocators, keep_freed_memory
 
 _PINNED = "pinned_max_round_threshold_mb:16,pinned_max_cached_size_mb:16"
 _KNOWN = TorchVersion(torch.__version__) >= (2, 13) or torch.version.cuda is None
@@ -50,3 +54,20 @@ def test_what_is_returned_is_in_force() -> None:
     for own in ("", "expandable_segments:False"):
         settings = configure_allocators({"PYTORCH_ALLOC_CONF": own})
         assert torch._C._accelerator_getAllocatorSettings() == settings
+
+
+def test_freed_memory_is_kept_but_for_a_user_who_set_limits() -> None:
+    if platform.libc_ver()[0] != "glibc":
+        pytest.skip("only glibc has these limits")
+    assert not keep_freed_memory({"MALLOC_TRIM_THRESHOLD_": "0"})
+    assert keep_freed_memory({})
+
+    def allocate() -> int:
+        """Allocates and frees 24 MiB; returns the page faults of that."""
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        blocks = [np.ones(8 << 20, np.uint8) for _ in range(3)]
+        blocks.clear()
+        return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+    allocate()
+    assert allocate() < 1000, "of the 6,144 pages of 4 KiB"

@@ -66,9 +66,12 @@ def learn(
     update = policy.skip_update() if warming_up else policy.update(batch)
 
     assert batch.advantages is not None, "`fill` computes them"
-    batch.advantages = batch.whole(batch.advantages, ranks)
+    before = batch.old_logprobs or update.logprobs or [None] * len(batch.rows)
+    # What rank 0 records of a row, in one message of every rank.
+    rows = batch.whole(list(zip(batch.advantages, before, strict=True)), ranks)
+    batch.advantages = [advantages for advantages, _ in rows]
     if batch.old_logprobs is not None:
-        batch.old_logprobs = batch.whole(batch.old_logprobs, ranks)
+        batch.old_logprobs = [logprobs for _, logprobs in rows if logprobs is not None]
     elif update.logprobs is not None:
-        update = replace(update, logprobs=batch.whole(update.logprobs, ranks))
+        update = replace(update, logprobs=[logprobs for _, logprobs in rows])
     return update, critic_metrics

@@ -52,6 +52,7 @@ from msgspec.structs import replace
 
 from common.errors import ServiceError
 from common.process import logs
+from common.prompts.prompter import TokenisedPrompt
 from common.wire.schemas import Group, TakeRequest, UInt8
 from trainer.rollouts.context import RolloutContext
 from trainer.rollouts.drops import Drops, GroupFailed
@@ -76,8 +77,7 @@ _REMEDIES = {
 """What to do when groups fail, by the reason."""
 
 
-_Drawn = tuple[DrawnPrompt, list[int]]
-"""A prompt and its tokens."""
+_Drawn = tuple[DrawnPrompt, TokenisedPrompt]
 
 
 class CollectFailed(ServiceError):
@@ -195,10 +195,11 @@ class Collector:
                 # Not before: during a draw `_can_draw` stays true, so that `_is_idle` is false.
                 self._free_slots -= count
                 self._to_draw -= count
-                for each, prompt_ids in drawn:
+                for each, tokenised in drawn:
                     untaken = UntakenGroup(each)
                     self.untaken[each.position] = untaken
-                    tasks.create_task(self._collect(untaken, prompt_ids))
+                    tasks.create_task(self._collect(untaken, tokenised))
+                self._changed.set()
 
     def free_slots(self, count: int) -> None:
         """Frees the slots of groups that were trained on."""
@@ -221,16 +222,16 @@ class Collector:
         """Returns `count` prompts: retries first, then what was drawn ahead, then the next ones of
         the stream.
         """
-        retries = self._with_tokens(self._cursor.take_retries(count))
+        retries = self._tokenised(self._cursor.take_retries(count))
         ahead = self._ahead[: count - len(retries)]
         del self._ahead[: len(ahead)]
         return [*retries, *ahead, *await self._draw_next(count - len(retries) - len(ahead))]
 
-    def _with_tokens(self, drawn: Sequence[DrawnPrompt]) -> list[_Drawn]:
+    def _tokenised(self, drawn: Sequence[DrawnPrompt]) -> list[_Drawn]:
         if not drawn:
             return []
-        token_ids = self._prompter.all_token_ids([each.prompt for each in drawn])
-        return list(zip(drawn, token_ids, strict=True))
+        tokenised = self._prompter.tokenised([each.prompt for each in drawn])
+        return list(zip(drawn, tokenised, strict=True))
 
     async def _draw_next(self, count: int) -> list[_Drawn]:
         """Returns the next `count` prompts of the stream."""
@@ -263,19 +264,19 @@ class Collector:
                     self.drops.counts["ground_truth"] += 1
                 else:
                     drawn.append(each)
-        return self._with_tokens(drawn)
+        return self._tokenised(drawn)
 
-    async def _collect(self, untaken: UntakenGroup, prompt_ids: list[int]) -> None:
+    async def _collect(self, untaken: UntakenGroup, tokenised: TokenisedPrompt) -> None:
         """Collects one group, from prompt to replay-buffer; when it fails, another group takes its
         slot.
         """
         drawn = untaken.drawn
         # The random part tells the tries of a position apart.
         group_id = f"{self._run_id}-{drawn.position}-{secrets.token_hex(4)}"
-        group = self._maker.empty(drawn, prompt_ids, group_id)
+        group = self._maker.empty(drawn, tokenised.token_ids, group_id)
         with logs.request(group.id):  # every service adds this id to its log lines about the group
             try:
-                await self._maker.fill(group, drawn.prompt)
+                await self._maker.fill(group, drawn.prompt, tokenised.answer_start)
                 untaken.graded = group
                 untaken.state = GroupState.STORING
                 with self._clock.stage("replay"):
@@ -372,6 +373,14 @@ class Collector:
                 await self._until(self._is_idle)
                 return True
         return False
+
+    async def wait_until_sent(self, wait_s: float) -> None:
+        """Waits up to `wait_s` until every free slot has a group whose request is on its way."""
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._until(lambda: not self._can_draw()), wait_s)
+        # The tasks of these groups have begun; the client sends in tasks of its own.
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
 
     def _can_draw(self) -> bool:
         return self._free_slots > 0 and self._to_draw > 0

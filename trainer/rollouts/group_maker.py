@@ -69,8 +69,8 @@ class GroupMaker:
             group.barred = np.array(self._prompter.stop_token_ids, np.int32)
         return group
 
-    async def fill(self, group: Group, prompt: Prompt) -> None:
-        """Fills a group with graded completions.
+    async def fill(self, group: Group, prompt: Prompt, answer_start: str) -> None:
+        """Fills a group with graded completions, whose texts begin with `answer_start`.
 
         Raises GroupFailed when one is missing or has no reward, ServiceLost when a service will
         never answer again.
@@ -80,9 +80,8 @@ class GroupMaker:
             group.completions = await self._generate(prompt_ids, group.position)
             if self._config.trainer.routing_replay:
                 await asyncio.to_thread(self._keep_experts, group)
-            start = self._prompter.answer_start(prompt)
             for completion in group.completions:
-                completion.text = start + completion.text
+                completion.text = answer_start + completion.text
             await self._grade(prompt, group.completions)
             await self._ask_teacher(group)
         else:

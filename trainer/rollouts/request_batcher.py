@@ -47,7 +47,8 @@ class RequestBatcher(Generic[_T, _R]):
         call: takes items, returns their results in order.
         max_size: limit on the total size of the items in one call; a larger item is sent alone.
         size: returns the size of an item.
-        may_follow: whether further items may come soon; without any, nobody waits for them.
+        may_follow: whether further items may come soon. Without any, nobody waits for them, nor
+            for the call before.
     """
 
     _timer: asyncio.TimerHandle
@@ -76,7 +77,7 @@ class RequestBatcher(Generic[_T, _R]):
         if len(self._waiting) == 1:
             wait_s = _BUSY_WAIT_S if self._tasks else _WAIT_S
             self._timer = asyncio.get_running_loop().call_later(wait_s, self._send)
-        if not self._tasks and not self._may_follow():
+        if not self._may_follow():
             self._send()
         return await future
 

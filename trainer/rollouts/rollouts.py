@@ -29,6 +29,8 @@ from trainer.rollouts.start import set_back, total_steps
 
 log = logging.getLogger(__name__)
 _SAY_EVERY_S = 30.0
+# The caller of `free_slots` waits at most so long for the next requests.
+_SEND_S = 0.02
 
 
 class Rollouts:
@@ -300,6 +302,10 @@ class Rollouts:
         """
         self._finish_acknowledging()
         when.add_done_callback(partial(self._free_slots, len(batch.fresh)))
+        if when.done():
+            # The engines wait for requests, and what the caller does next would take Python's lock
+            # from the thread that sends them.
+            self._loop.call(self._collector.wait_until_sent(_SEND_S))
 
     def _free_slots(self, count: int, served: "Future[None]") -> None:
         error = served.exception()

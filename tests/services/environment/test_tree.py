@@ -30,15 +30,23 @@ def sampled(draw: random.Random, version: int) -> Completion:
     )
 
 
-def random_tree(draw: random.Random) -> SessionTree:
+def random_tree(draw: random.Random) -> tuple[SessionTree, list[Message]]:
+    """Returns a tree, and the messages of its latest call."""
     tree = SessionTree()
+    sent: list[Message] = []
+    is_chain = draw.random() < 0.4
     for number in range(draw.randint(1, 9)):
-        parent = draw.choice([None, *tree.nodes])
+        newest = tree.nodes[-1] if tree.nodes else None
+        parent = newest if is_chain else draw.choice([None, *tree.nodes])
         asked = [message("user", draw) for _ in range(draw.randint(1, 2))]
         added = [draw.randrange(100) for _ in range(draw.randint(1, 3))]
         answer = message("assistant", draw)
-        tree.add(parent, [*asked, answer], (), added=added, sampled=sampled(draw, number // 3))
-    return tree
+        turn = [*asked, answer]
+        before = [each for node in parent.path for each in node.messages] if parent else []
+        sent = [*(Message(dict(each.fields)) for each in before), *asked]
+        of_turn = sampled(draw, number // 3)
+        tree.add(parent, turn, (), added=added, sampled=of_turn, sent=sent)
+    return tree, sent
 
 
 def depth_first(tree: SessionTree, parent: TurnNode | None = None) -> Iterator[TurnNode]:
@@ -50,16 +58,19 @@ def depth_first(tree: SessionTree, parent: TurnNode | None = None) -> Iterator[T
 
 def test_a_call_continues_the_deepest_turn_that_it_repeats() -> None:
     continued = 0
-    for seed in range(400):
+    for seed in range(600):
         draw = random.Random(seed)
-        tree = random_tree(draw)
-        known = [each for node in draw.choice(tree.nodes).path for each in node.messages]
+        tree, latest = random_tree(draw)
+        node = draw.choice([*tree.nodes, tree.nodes[-1]])
+        known = [each for part in node.path for each in part.messages]
         sent = []
         for each in known:
             fields = dict(each.fields)
             if draw.random() < 0.3:
                 fields.pop("reasoning_content", None)
             sent.append(Message(fields))
+        if node is tree.nodes[-1] and draw.random() < 0.8:
+            sent[: len(latest)] = latest  # the same objects, as of a session's next call
         if draw.random() < 0.2:
             sent[draw.randrange(len(sent))] = message(draw.choice(["user", "assistant"]), draw)
         sent += [message("user", draw) for _ in range(draw.randint(0, 2))]
@@ -90,7 +101,7 @@ def test_a_call_continues_the_deepest_turn_that_it_repeats() -> None:
 def test_every_sampled_token_is_trained_once_and_after_what_was_before_it() -> None:
     for seed in range(200):
         draw = random.Random(seed)
-        tree = random_tree(draw)
+        tree, _ = random_tree(draw)
         rewards = [float(number) for number in range(len(tree.nodes))]
         leaves = [
             node for node in tree.nodes if not any(each.parent is node for each in tree.nodes)

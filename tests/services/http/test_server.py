@@ -488,3 +488,30 @@ async def test_a_service_that_will_never_be_healthy_is_not_waited_for() -> None:
     async with Client("thing-server", "http://thing", transport=transport) as client:
         with pytest.raises(ServiceLost, match="thing-server: its disk has gone · remedy: find it"):
             await wait_healthy([client], 3600.0)
+
+
+async def test_an_answer_is_one_packet_but_its_head_does_not_wait_for_a_late_body() -> None:
+    app = create_app("test")
+    go_on = asyncio.Event()
+
+    async def parts() -> AsyncIterator[bytes]:
+        await go_on.wait()
+        yield b"late"
+
+    @app.get("/late")
+    async def late() -> StreamingResponse:
+        return StreamingResponse(parts())
+
+    port = free_port()
+    async with serving(app, listen("127.0.0.1", port)):
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        for _ in range(5):
+            writer.write(b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n")
+            answer = await reader.read(1 << 16)
+            assert b"\r\n\r\n" in answer
+            assert answer.endswith(b"}")
+        writer.write(b"GET /late HTTP/1.1\r\nhost: localhost\r\n\r\n")
+        assert (await asyncio.wait_for(reader.read(1 << 16), 20)).endswith(b"\r\n\r\n")
+        go_on.set()
+        assert await reader.readuntil(b"0\r\n\r\n") == b"4\r\nlate\r\n0\r\n\r\n"
+        writer.close()

@@ -99,6 +99,31 @@ async def test_the_last_item_does_not_wait_for_others(monkeypatch: pytest.Monkey
     assert calls == [[0, 1, 2]]
 
 
+async def test_the_last_item_does_not_wait_for_the_call_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("trainer.rollouts.request_batcher._BUSY_WAIT_S", 60.0)
+    answered = asyncio.Event()
+    calls: list[list[int]] = []
+
+    async def wait(items: list[int]) -> list[int]:
+        calls.append(items)
+        if len(calls) == 2:
+            answered.set()  # of both calls: the second does not wait for the first
+        await answered.wait()
+        return items
+
+    more = True
+    batched = RequestBatcher(wait, max_size=10, may_follow=lambda: more)
+    first = asyncio.create_task(batched(0))
+    while not calls:  # noqa: ASYNC110
+        await asyncio.sleep(0.001)
+    more = False
+    assert await asyncio.wait_for(batched(1), 30) == 1
+    assert await first == 0
+    assert calls == [[0], [1]]
+
+
 async def test_an_error_reaches_only_the_item_that_causes_it() -> None:
     async def invert(items: list[int]) -> list[float]:
         return [1 / item for item in items]

@@ -310,6 +310,24 @@ def run(base_model: Path, tmp_path: Path) -> Runs:
     return runs
 
 
+def test_the_next_requests_are_out_when_slots_were_freed(
+    base_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the training thread does next would take Python's lock from the one that sends them."""
+    monkeypatch.setattr("trainer.rollouts.rollouts._SEND_S", 60.0)
+    with simulation(base_model, tmp_path, "train") as made, made.rollouts.collecting(0, 10):
+        made._settle(SLOTS)
+        made.loop.call(made.generate(SLOTS))
+        batch = Batch.of(made.rollouts.next(0), made.config, 0)
+        made._train(batch, 0, learning_rate=0.0)
+        made.rollouts.start_acknowledging(batch)
+        sent = made.engine.calls
+        served: Future[None] = Future()
+        served.set_result(None)
+        made.rollouts.free_slots(batch, when=served)
+        assert made.engine.calls - sent == FRESH
+
+
 def test_a_group_that_is_taken_before_the_answer_about_it_is_forgotten(
     base_model: Path, tmp_path: Path
 ) -> None:
