@@ -48,10 +48,6 @@ ALLOWED = {
     ): "between the ranks of a run, as DCP does itself",
     (
         "learning/ranks.py",
-        "broadcast_object_list",
-    ): "between the ranks of a run, as DCP does itself",
-    (
-        "learning/ranks.py",
         "all_gather_object",
     ): "between the ranks of a run, as DCP does itself",
     (
