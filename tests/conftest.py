@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import pytest
 from hypothesis import settings
 
+from common.process import logs
 from tests.support.paths import ROOT
 
 if TYPE_CHECKING:
@@ -50,14 +51,15 @@ def _refuse_processes(event: str, arguments: tuple[object, ...]) -> None:
 
 @pytest.fixture(autouse=True)
 def _same_logs() -> Iterator[None]:
-    """Programs that a test calls set level and handlers of all logs, and uvicorn enables every
-    logger."""
+    """Programs that a test calls set level and handlers of all logs, and the run that this process
+    works for, which clients tell services; uvicorn enables every logger."""
     # torch writes hundreds of DEBUG lines per checkpoint, which would hide the failure.
     logging.getLogger("c10d-NullHandler-dcp_logger").disabled = True
     root = logging.getLogger()
     level = root.level
     handlers = list(root.handlers)
     yield
+    logs.set_run("")
     root.setLevel(level)
     for handler in list(root.handlers):
         if handler not in handlers:
