@@ -77,7 +77,7 @@ def engine_dies_after(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
                     raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
                 return super().decode(*arguments)
 
-        monkeypatch.setattr("trainer.backends.in_process.Model", Dying)
+        monkeypatch.setattr("trainer.backends.embedded.Model", Dying)
 
     return arrange
 

@@ -109,7 +109,7 @@ def test_an_engine_beside_a_trainer_that_computes_records_no_steps(
             self.graphs = StepGraphs(self._step, lambda step: step, self.device)
             models.append(self)
 
-    monkeypatch.setattr("trainer.backends.in_process.Model", Recording)
+    monkeypatch.setattr("trainer.backends.embedded.Model", Recording)
     for staleness in (0, 1):
         train_in_process(
             settings("--trainer.max_staleness", str(staleness), "--trainer.max_steps", "1"), quiet()
