@@ -12,8 +12,7 @@ _WARN_EVERY_S = 60.0
 async def wait_event(event: asyncio.Event, timeout_s: float) -> None:
     """Waits for the event, at most `timeout_s` seconds."""
     with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(timeout_s):
-            await event.wait()
+        await asyncio.wait_for(event.wait(), timeout_s)
 
 
 async def stop(*tasks: asyncio.Task[None]) -> None:

@@ -179,8 +179,6 @@ class WeightFollower:
             if self.newest is not None:
                 self._gpus_free.set()
             if self._state.serves == self._state.wanted:
-                # The trainer waits for the report, which goes before the next question.
-                await asyncio.sleep(0)
                 continue
             # It failed, or the engine is down: it tries again later, or when the engine is up.
             self._wake.clear()
