@@ -87,7 +87,7 @@ def test_a_trainer_that_was_taken_over_changes_nothing() -> None:
 
 @pytest.mark.integration
 @pytest.mark.parametrize(
-    ("scene", "end"), [("episodes", 112), ("takeover", 112), ("takeover-episodes", 30)]
+    ("scene", "end"), [("episodes", 112), ("takeover", 105), ("takeover-episodes", 30)]
 )
 def test_episodes_and_takeovers_in_more_runs(scene: str, end: int) -> None:
     simulate_all(range(12, end), scene)
