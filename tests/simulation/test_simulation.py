@@ -28,8 +28,14 @@ wakes up has ended: it took that run's groups, and was full of them."""
 
 def simulate_all(seeds: Iterable[int], scene: str = "groups") -> None:
     for seed in seeds:
-        with in_memory() as directory:
-            simulate(seed, Path(directory), scene)
+        try:
+            with in_memory() as directory:
+                simulate(seed, Path(directory), scene)
+        except KeyboardInterrupt as error:
+            if not error.args:  # a person's
+                raise
+            # The limit of virtual time would end the worker of all tests.
+            raise AssertionError(f"{scene}, seed {seed}: {error}") from error
 
 
 @pytest.mark.parametrize("first", range(0, 250, _PART))
