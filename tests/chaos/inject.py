@@ -4,6 +4,7 @@ import signal
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal
 
@@ -43,7 +44,9 @@ def inject(group: Group, faults: Sequence[Fault], limit_s: float) -> list[Fault]
         if waiting and group.step() >= waiting[0].step:
             target = find(waiting[0].target, group.processes())
             if target is not None:
-                _strike(waiting.pop(0), target, stops)
+                with suppress(ProcessLookupError):  # it has just ended: its successor is met
+                    _strike(waiting[0], target, stops)
+                    waiting.pop(0)
         time.sleep(_LOOK_S)
     for timer in stops:  # a stopped process must continue before it can be ended
         timer.cancel()

@@ -153,11 +153,16 @@ class Run:
         """Injects a fault, if there is what it can meet."""
         self.injected += 1
         part, _, what = fault.partition("-")
+        # The process may have just been killed by another fault: its successor is what is met.
+        if part in ("engine", "router"):
+            await self._healthy(self.engine_port)
+        elif fault in ("environment-kill", "cut"):
+            await self._healthy(self.port)
+
         if fault == "engine-kill":
             os.kill(self.engine.pid, signal.SIGKILL)
         elif part in ("engine", "router"):
             order = {"kind": what, "count": rng.randint(2, 8)}
-            await self._healthy(self.engine_port)  # it may have just been killed
             async with httpx.AsyncClient() as http:
                 await http.post(f"http://127.0.0.1:{self.engine_port}/fault", json=order)
         elif fault == "environment-kill":
