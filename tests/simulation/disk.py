@@ -1,6 +1,5 @@
 """Disks: what is left on them when a process ends at any moment, and when writes fail."""
 
-import re
 import shutil
 import sqlite3
 from collections.abc import Callable, Iterator
@@ -10,7 +9,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-_SETS_SYNC = re.compile(r"PRAGMA synchronous = (\w+)")
+_SETS_SYNC = "PRAGMA synchronous = "
 _WRITES = ("INSERT", "REPLACE", "UPDATE", "DELETE", "COMMIT")
 
 
@@ -42,8 +41,7 @@ class Disk:
         """Sees a statement to the database `name` before it is executed. Raises the error of the
         disk.
         """
-        found = _SETS_SYNC.match(statement)
-        if found and found[1] != "FULL":
+        if statement.startswith(_SETS_SYNC) and statement != f"{_SETS_SYNC}FULL":
             self._unsynced.add(name)
         self.at_statement()
         if self.problem is not None and statement.startswith(_WRITES):

@@ -167,6 +167,10 @@ class Router(StandIn):
             return await self._forward(call.content)
         return _reply({"status": "healthy"})
 
+    def forget(self) -> None:
+        """Forgets its engines, as one that is started again does."""
+        self._workers.clear()
+
     async def _forward(self, content: bytes) -> Reply:
         tried: set[str] = set()
         for _ in range(5):

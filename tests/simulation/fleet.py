@@ -3,6 +3,7 @@ agents of the nodes, and requests through the router, which no engine with older
 """
 
 import asyncio
+import random
 import threading
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -13,7 +14,7 @@ from unittest.mock import patch
 
 import torch
 
-from common.clients.rollout import RolloutClient
+from common.clients.rollout import BASE_VERSION, RolloutClient
 from common.errors import ServiceError
 from common.process import logs
 from common.process.metrics import Metrics
@@ -107,6 +108,7 @@ class Fleet(Scene):
 
     def __init__(self, seed: int, directory: Path, loop: VirtualLoop) -> None:
         super().__init__(seed, directory, loop)
+        self._seed = seed
         self._count = self.rng.choice((1, 2, 2, 3))
         self._shared = self.rng.random() < 0.3
         self.attempts = 0
@@ -195,6 +197,11 @@ class Fleet(Scene):
         for node in self._agents:
             self.loop.call_later(self.rng.uniform(0.0, 2.0), node.start)
         self.schedule(self._faults(), self.rng.choice((0, 1, 2, 4, 6)), _FAULTS_S)
+        if self._seed % 4 == 3:
+            # More that befalls the router. Drawn apart: the other seeds stay what they are.
+            drawn = random.Random(self._seed)
+            fault = drawn.choice((partial(self._stop, "router"), self._forget_engines))
+            self.loop.call_later(drawn.uniform(5.0, _FAULTS_S), self.strike, fault)
         while self.published < _VERSIONS:
             self.attempts += 1
             self.is_up = True
@@ -310,6 +317,11 @@ class Fleet(Scene):
             self.story.say(f"no answer: {error}")
             return False
         meta = answer.json()["meta_info"]
+        if BASE_VERSION in meta["labels"]:
+            # The network held the request back until its engine had been started again. The
+            # collector refuses such an answer, whose version is no number.
+            self.story.say("an answer of the base model is refused")
+            return False
         for used, label in zip(meta["used"], meta["labels"], strict=True):
             self._check_weights("an engine", used, floor)
             if label != str(used % _RUN):
@@ -412,6 +424,12 @@ class Fleet(Scene):
         if "router" in self.processes.running:
             self.processes.running["router"].stop(137)
 
+    def _forget_engines(self) -> None:
+        """Lets the router's list be empty."""
+        if self.processes.router is not None:
+            self.fault("router forgets", "its engines")
+            self.processes.router.forget()
+
     def _cut_from(self, other: str) -> Callable[[], None]:
         """Returns the fault that a node does not reach a machine, or any, for a while."""
         return lambda: self.net.cut(self._an_agent().machine, other, self._long_s())
@@ -440,8 +458,13 @@ class Fleet(Scene):
     # ------------------------------------------------------------ the end
 
     def _check_end(self, loop: Loop, rollout: RolloutClient, check: Callable[[], None]) -> None:
-        """Checks that every node serves the newest weights, some time after the last fault."""
+        """Checks that the router sends requests to every node and that all serve the newest weights,
+        some time after the last fault.
+        """
         self.chance.on = False
+        copies = self.net.copies()
+        if copies:
+            self.loop.run_until_complete(asyncio.wait(copies))
         deadline = max(self.loop.now, self._last_fault) + _REACHED_S
         assert self._board is not None
         wanted = self._board.latest()
@@ -451,11 +474,16 @@ class Fleet(Scene):
             statuses = [ask_json(self, node, "/status") for node in self._agents]
             is_known = self._board.count("ready") == self._count
             behind = [each for each in statuses if not _is_current(each, wanted.version)]
+            served = self.processes.served()
             # Who is cut off still answers this question.
-            if is_known and not behind and self.loop.now > self._last_fault:
+            is_over = self.loop.now > self._last_fault
+            if is_known and not behind and is_over and len(served) == self._count:
                 break
             if self.loop.now > deadline:
-                raise Violation(f"these nodes do not serve weights {wanted.version}: {behind}")
+                raise Violation(
+                    f"these nodes do not serve weights {wanted.version}: {behind}; these engines "
+                    f"get requests: {served}"
+                )
             self.sleep(4.0)
         for _ in range(2 * self._count):
             if not loop.call(self._ask(rollout)):

@@ -344,6 +344,7 @@ class Net:
         self.chance = chance
         self.story = story
         self.nodes: dict[str, Node] = {}
+        self._names: dict[str, Node] = {}
         self.lives = 0
         """Lives of the process "", which is no node: the trainer's."""
         self.is_copied: Callable[[Call], bool] = lambda _: True
@@ -351,9 +352,13 @@ class Net:
         self._cuts: list[tuple[str, str]] = []
         """Pairs of machines that do not reach each other; "*" is every machine."""
 
+    def add(self, host: str, node: Node) -> None:
+        self.nodes[host] = node
+        self._names[node.name] = node
+
     def named(self, name: str) -> Node | None:
         """Returns the node of a process; None for the trainer's."""
-        return next((node for node in self.nodes.values() if node.name == name), None)
+        return self._names.get(name)
 
     def life_of(self, name: str) -> int:
         """Returns the number of a process's life."""

@@ -482,6 +482,7 @@ def main() -> int:
     names = [sys.argv[1]] if len(sys.argv) > 1 else list(BUGS)
     count = int(sys.argv[2]) if len(sys.argv) > 2 else 1_000
     import fastapi  # noqa: F401  # the children need not
+    import torch._dynamo  # noqa: F401
     import transformers  # noqa: F401
 
     missed = 0

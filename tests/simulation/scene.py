@@ -73,7 +73,7 @@ class Scene(ABC):
             model=model or Model(),
             machine=machine,
         )
-        self.net.nodes[host or name] = node
+        self.net.add(host or name, node)
         return node
 
     @property

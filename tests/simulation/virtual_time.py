@@ -1,11 +1,13 @@
 """An event loop whose clock is virtual: nothing waits, and every run with one seed is the same."""
 
 import asyncio
+import collections
 import concurrent.futures
 import contextvars
 import dataclasses
 import functools
 import gc
+import heapq
 import itertools
 import random
 import secrets
@@ -51,10 +53,9 @@ class Deadlock(Exception):
 
 
 class _NoSockets(selectors.BaseSelector):
-    """A selector without sockets: to wait is to move the clock."""
+    """A selector without sockets."""
 
     def __init__(self) -> None:
-        self.loop: VirtualLoop | None = None
         self._keys: dict[Any, selectors.SelectorKey] = {}
 
     def register(self, fileobj: Any, events: int, data: Any = None) -> selectors.SelectorKey:
@@ -69,10 +70,6 @@ class _NoSockets(selectors.BaseSelector):
         return self._keys
 
     def select(self, timeout: float | None = None) -> list[Any]:
-        assert self.loop is not None
-        if timeout is None:
-            raise Deadlock(f"at {self.loop.time():.3f} s nothing is scheduled any more")
-        self.loop.now += max(0.0, timeout)
         return []
 
 
@@ -88,9 +85,42 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         """The process of every task. asyncio alone would let those be collected that only wait."""
         self._stopped: dict[str, list[asyncio.Handle]] = {}
         """What stopped processes do when they go on."""
-        selector = _NoSockets()
-        super().__init__(selector)
-        selector.loop = self
+        self._timers: list[tuple[float, int, asyncio.TimerHandle]] = []
+        """A heap, whose ties are in the order in which they began."""
+        self._numbers = itertools.count()
+        self._ready: collections.deque[asyncio.Handle]
+        self._stopping: bool
+        super().__init__(_NoSockets())
+
+    def call_at(  # type: ignore[override]
+        self,
+        when: float,
+        callback: Any,
+        *arguments: Any,
+        context: contextvars.Context | None = None,
+    ) -> asyncio.TimerHandle:
+        timer = asyncio.TimerHandle(when, callback, arguments, self, context)
+        heapq.heappush(self._timers, (when, next(self._numbers), timer))
+        return timer
+
+    def _run_once(self) -> None:
+        """Runs what is due, in the place of asyncio's: to wait is to move the clock."""
+        ready = self._ready
+        timers = self._timers
+        while timers and timers[0][2].cancelled():
+            heapq.heappop(timers)
+        if not ready and not self._stopping:
+            if not timers:
+                raise Deadlock(f"at {self.now:.3f} s nothing is scheduled any more")
+            self.now = max(self.now, timers[0][0])
+        while timers and timers[0][0] <= self.now:
+            ready.append(heapq.heappop(timers)[2])
+
+        # What these begin follows in the next turn.
+        for _ in range(len(ready)):
+            handle = ready.popleft()
+            if not handle.cancelled():
+                handle._run()
 
     def time(self) -> float:
         return self.now
