@@ -54,6 +54,31 @@ async def test_calls_do_not_wait_for_each_other() -> None:
     assert await first == 1
 
 
+async def test_items_that_come_during_a_call_go_together_at_its_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("trainer.rollouts.request_batcher._BUSY_WAIT_S", 60.0)
+    answered = asyncio.Event()
+    calls: list[list[int]] = []
+
+    async def wait(items: list[int]) -> list[int]:
+        calls.append(items)
+        await answered.wait()
+        return items
+
+    batched = RequestBatcher(wait, max_size=10)
+    tasks = [asyncio.create_task(batched(0))]
+    while not calls:  # noqa: ASYNC110
+        await asyncio.sleep(0.001)
+    for item in (1, 2):
+        tasks.append(asyncio.create_task(batched(item)))
+        await asyncio.sleep(0.004)  # longer than items wait while no call is under way
+    assert calls == [[0]]
+    answered.set()
+    assert await asyncio.gather(*tasks) == [0, 1, 2]
+    assert calls == [[0], [1, 2]]
+
+
 async def test_the_last_item_does_not_wait_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("trainer.rollouts.request_batcher._WAIT_S", 60.0)
     under_way = 3
@@ -72,6 +97,31 @@ async def test_the_last_item_does_not_wait_for_others(monkeypatch: pytest.Monkey
 
     assert await asyncio.gather(*map(item, range(3))) == [0, 2, 4]
     assert calls == [[0, 1, 2]]
+
+
+async def test_the_last_item_does_not_wait_for_the_call_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("trainer.rollouts.request_batcher._BUSY_WAIT_S", 60.0)
+    answered = asyncio.Event()
+    calls: list[list[int]] = []
+
+    async def wait(items: list[int]) -> list[int]:
+        calls.append(items)
+        if len(calls) == 2:
+            answered.set()  # of both calls: the second does not wait for the first
+        await answered.wait()
+        return items
+
+    more = True
+    batched = RequestBatcher(wait, max_size=10, may_follow=lambda: more)
+    first = asyncio.create_task(batched(0))
+    while not calls:  # noqa: ASYNC110
+        await asyncio.sleep(0.001)
+    more = False
+    assert await asyncio.wait_for(batched(1), 30) == 1
+    assert await first == 0
+    assert calls == [[0], [1]]
 
 
 async def test_an_error_reaches_only_the_item_that_causes_it() -> None:
