@@ -183,6 +183,7 @@ def serve_proxy(port: int, engine: int) -> None:
         lifespan="off",
         access_log=False,
         log_level="warning",
+        timeout_keep_alive=30,
     )
 
 

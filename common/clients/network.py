@@ -5,8 +5,7 @@ With hundreds of requests in flight, httpx's own pool takes more CPU than the se
 """
 
 import json
-from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,8 @@ import httpx
 from common.errors import ServiceError
 from common.process.security import trusted
 
+_ERRORS = (aiohttp.ClientError, TimeoutError)
+"""What aiohttp raises."""
 _READ_BYTES = 1 << 20
 """Largest chunk read from a response: each read costs about the same whatever its size."""
 _PIECES_FROM_BYTES = 1 << 20
@@ -81,13 +82,16 @@ def refuse_compressed(headers: Mapping[str, str]) -> None:
         )
 
 
-async def exchange(transport: httpx.AsyncBaseTransport, sent: Sent) -> Reply:
+def exchange(transport: httpx.AsyncBaseTransport, sent: Sent) -> Coroutine[Any, Any, Reply]:
     """Sends a request over any transport. Raises httpx.TransportError.
 
     Over the network it bypasses httpx, whose requests and responses took half of a small call.
     """
-    if isinstance(transport, Network):
-        return await transport.exchange(sent)
+    is_network = isinstance(transport, Network)
+    return transport.exchange(sent) if is_network else _exchange_by_httpx(transport, sent)
+
+
+async def _exchange_by_httpx(transport: httpx.AsyncBaseTransport, sent: Sent) -> Reply:
     limits = httpx.Timeout(None, connect=sent.connect_s)
     request = httpx.Request(
         sent.method,
@@ -125,7 +129,7 @@ class Network(httpx.AsyncBaseTransport):
         limits = request.extensions["timeout"]
         moved: Callable[[int], None] = request.extensions.get("moved", _ignore)
         content = request.content
-        with _httpx_errors():
+        try:
             # Entered and not awaited: the watchdog sees where a coroutine waits, but not through
             # aiohttp's wrapper of one.
             answer = await self._call(
@@ -138,13 +142,15 @@ class Network(httpx.AsyncBaseTransport):
                 ),
                 moved=moved,
             ).__aenter__()
+        except _ERRORS as error:
+            raise _httpx_error(error) from error
         stream = _Body(answer, len(content), moved)
         return httpx.Response(answer.status, headers=answer.raw_headers, stream=stream)
 
     async def exchange(self, sent: Sent) -> Reply:
         """See the function `exchange`."""
         size = len(sent.content)
-        with _httpx_errors():
+        try:
             answer = await self._call(
                 sent.method,
                 sent.url,
@@ -167,6 +173,8 @@ class Network(httpx.AsyncBaseTransport):
                     content = b"".join([piece async for piece in pieces])
             finally:
                 answer.release()
+        except _ERRORS as error:
+            raise _httpx_error(error) from error
         return Reply(answer.status, answer.headers, content)
 
     def _call(
@@ -182,11 +190,16 @@ class Network(httpx.AsyncBaseTransport):
         """Returns aiohttp's call, which has not begun."""
         if self._session is None:
             self._session = self._open()
-        is_large = len(content) >= _PIECES_FROM_BYTES
+        data: Any = None
+        if len(content) >= _PIECES_FROM_BYTES:
+            data = _pieces(content, moved)
+        elif content:
+            # Given as bytes, aiohttp would ask each of its kinds of bodies whether it takes them.
+            data = aiohttp.BytesPayload(content)
         return self._session.request(
             method,
             url,
-            data=_pieces(content, moved) if is_large else content or None,
+            data=data,
             headers=headers,
             timeout=timeout,
             allow_redirects=False,
@@ -225,11 +238,13 @@ class _Body(httpx.AsyncByteStream):
         self._moved = moved
 
     async def __aiter__(self) -> AsyncIterator[bytes]:
-        with _httpx_errors():
+        try:
             async for chunk in self._answer.content.iter_chunked(_READ_BYTES):
                 self._bytes += len(chunk)
                 self._moved(self._bytes)
                 yield chunk
+        except _ERRORS as error:
+            raise _httpx_error(error) from error
 
     async def aclose(self) -> None:
         self._answer.release()
@@ -246,9 +261,5 @@ async def _pieces(content: bytes, moved: Callable[[int], None]) -> AsyncIterator
         moved(begin)
 
 
-@contextmanager
-def _httpx_errors() -> Iterator[None]:
-    try:
-        yield
-    except (aiohttp.ClientError, TimeoutError) as error:
-        raise httpx.TransportError(str(error) or type(error).__name__) from error
+def _httpx_error(error: Exception) -> httpx.TransportError:
+    return httpx.TransportError(str(error) or type(error).__name__)
