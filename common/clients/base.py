@@ -112,13 +112,6 @@ class _Patience:
         """
         return min(_SILENT_S, self._limit_s / 4)
 
-    @property
-    def connect_s(self) -> float:
-        """The time that the next attempt has for a connection. Its socket may then be silent as
-        long as the attempt.
-        """
-        return min(self.left_s, 10)
-
     def attempt(self) -> asyncio.Timeout:
         """Returns the limit of an attempt as a whole."""
         left = self.left_s
@@ -411,7 +404,8 @@ class Client:
                 url,
                 headers,
                 content,
-                connect_s=patience.connect_s,
+                # Its socket may then be silent as long as the attempt.
+                connect_s=min(patience.left_s, 10),
                 moved=patience.moved,
                 receive=self._receiver(path),
             ),

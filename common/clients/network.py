@@ -16,8 +16,6 @@ import httpx
 from common.errors import ServiceError
 from common.process.security import trusted
 
-_ERRORS = (aiohttp.ClientError, TimeoutError)
-"""What aiohttp raises."""
 _READ_BYTES = 1 << 20
 """Largest chunk read from a response: each read costs about the same whatever its size."""
 _PIECES_FROM_BYTES = 1 << 20
@@ -87,8 +85,9 @@ def exchange(transport: httpx.AsyncBaseTransport, sent: Sent) -> Coroutine[Any, 
 
     Over the network it bypasses httpx, whose requests and responses took half of a small call.
     """
-    is_network = isinstance(transport, Network)
-    return transport.exchange(sent) if is_network else _exchange_by_httpx(transport, sent)
+    if isinstance(transport, Network):
+        return transport.exchange(sent)
+    return _exchange_by_httpx(transport, sent)
 
 
 async def _exchange_by_httpx(transport: httpx.AsyncBaseTransport, sent: Sent) -> Reply:
@@ -129,7 +128,7 @@ class Network(httpx.AsyncBaseTransport):
         limits = request.extensions["timeout"]
         moved: Callable[[int], None] = request.extensions.get("moved", _ignore)
         content = request.content
-        try:
+        with _httpx_errors():
             # Entered and not awaited: the watchdog sees where a coroutine waits, but not through
             # aiohttp's wrapper of one.
             answer = await self._call(
@@ -142,15 +141,13 @@ class Network(httpx.AsyncBaseTransport):
                 ),
                 moved=moved,
             ).__aenter__()
-        except _ERRORS as error:
-            raise _httpx_error(error) from error
         stream = _Body(answer, len(content), moved)
         return httpx.Response(answer.status, headers=answer.raw_headers, stream=stream)
 
     async def exchange(self, sent: Sent) -> Reply:
         """See the function `exchange`."""
         size = len(sent.content)
-        try:
+        with _httpx_errors():
             answer = await self._call(
                 sent.method,
                 sent.url,
@@ -173,8 +170,6 @@ class Network(httpx.AsyncBaseTransport):
                     content = b"".join([piece async for piece in pieces])
             finally:
                 answer.release()
-        except _ERRORS as error:
-            raise _httpx_error(error) from error
         return Reply(answer.status, answer.headers, content)
 
     def _call(
@@ -238,13 +233,11 @@ class _Body(httpx.AsyncByteStream):
         self._moved = moved
 
     async def __aiter__(self) -> AsyncIterator[bytes]:
-        try:
+        with _httpx_errors():
             async for chunk in self._answer.content.iter_chunked(_READ_BYTES):
                 self._bytes += len(chunk)
                 self._moved(self._bytes)
                 yield chunk
-        except _ERRORS as error:
-            raise _httpx_error(error) from error
 
     async def aclose(self) -> None:
         self._answer.release()
@@ -261,5 +254,12 @@ async def _pieces(content: bytes, moved: Callable[[int], None]) -> AsyncIterator
         moved(begin)
 
 
-def _httpx_error(error: Exception) -> httpx.TransportError:
-    return httpx.TransportError(str(error) or type(error).__name__)
+class _httpx_errors:
+    """Raises httpx's error in place of one of aiohttp."""
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, _: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, aiohttp.ClientError | TimeoutError):
+            raise httpx.TransportError(str(error) or type(error).__name__) from error

@@ -396,16 +396,14 @@ def _routed_experts(meta: dict[str, Any], completion: Completion) -> UInt8:
     return numbers.astype("<u2").view(np.uint8)
 
 
-_READ = frozenset(
-    (
-        "finish_reason",
-        "output_token_sampling_logprobs",
-        "output_token_sampling_mask",
-        "prompt_tokens",
-        "routed_experts",
-        "weight_version",
-        "weight_versions",
-    )
+_READ = (
+    "finish_reason",
+    "output_token_sampling_logprobs",
+    "output_token_sampling_mask",
+    "prompt_tokens",
+    "routed_experts",
+    "weight_version",
+    "weight_versions",
 )
 """The facts about an answer that are read, besides its tokens."""
 BASE_VERSION = "default"

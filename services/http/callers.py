@@ -22,8 +22,9 @@ _PAGES = frozenset(("/health", "/metrics", "/docs", "/openapi.json"))
 """Paths that links on other pages may open, because reading them changes nothing."""
 _CHANGING = frozenset(("POST", "PUT", "PATCH", "DELETE"))
 _KINDS = frozenset(("application/json", "application/msgpack", "application/x-protobuf"))
-_OWN_HEADERS = frozenset((logs.REQUEST_HEADER.encode(), b"authorization"))
-_HOST = re.compile(r"(\[[0-9a-f:.]+\]|[^:\[\]]*)(:\d*)?")
+_OWN_HEADERS = frozenset((logs.REQUEST_HEADER, "authorization"))
+_READ = frozenset(b"host origin sec-fetch-site content-type x-request-id authorization".split())
+"""The headers that decide."""
 _REMEDY = (
     "programs send `Content-Type: application/json` or an `X-Request-Id`; or give the run an "
     "API_TOKEN (SECURITY.md)"
@@ -48,12 +49,13 @@ class CallerCheck:
 
     def refusal(self, scope: Scope) -> ServiceError | None:
         """Returns why this request is not served, or None."""
-        headers: dict[bytes, bytes] = {}
+        headers: dict[str, str] = {}
         hosts = 0
         for name, value in scope["headers"]:
-            headers.setdefault(name, value)
             hosts += name == b"host"
-        host = headers.get(b"host", b"").decode("latin-1").lower()
+            if name in _READ:
+                headers.setdefault(name.decode(), value.decode("latin-1"))
+        host = headers.get("host", "").lower()
         if not self._is_own(host, scope) or hosts > 1:
             return ForeignCaller(
                 "this host is not a name of this service: a page of another site may have pointed "
@@ -64,17 +66,15 @@ class CallerCheck:
                 "the run an API_TOKEN (SECURITY.md)",
             )
 
-        if b"origin" in headers:
-            origin = headers[b"origin"].decode("latin-1")
-            if not host or origin.lower().partition("://")[2] != host:
-                return _from_a_page("origin", origin)
-        site = headers.get(b"sec-fetch-site", b"none").decode("latin-1")
+        origin = headers.get("origin")
+        if origin is not None and (not host or origin.lower().partition("://")[2] != host):
+            return _from_a_page("origin", origin)
+        site = headers.get("sec-fetch-site", "none")
         is_link = scope["method"] not in _CHANGING and scope["path"] in self._open
         if site not in ("none", "same-origin") and not is_link:
             return _from_a_page("sec-fetch-site", site)
 
-        sent_kind = headers.get(b"content-type", b"").decode("latin-1")
-        kind = sent_kind.partition(";")[0].strip().lower()
+        kind = headers.get("content-type", "").partition(";")[0].strip().lower()
         # A browser asks the server (preflight) before it lets a page send any other method.
         if scope["method"] != "POST" or kind in _KINDS or not _OWN_HEADERS.isdisjoint(headers):
             return None
@@ -92,7 +92,7 @@ class CallerCheck:
 
         No page can have an IP address as its name, so any address is fine.
         """
-        match = _HOST.fullmatch(host)
+        match = re.fullmatch(r"(\[[0-9a-f:.]+\]|[^:\[\]]*)(:\d*)?", host)
         name = match[1].removesuffix(".") if match else ""
         if not host or name in self._names or (self._of_group and self._of_group.fullmatch(name)):
             return match is not None  # only old programs, not browsers, send no Host
