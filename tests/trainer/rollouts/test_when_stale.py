@@ -38,11 +38,10 @@ from trainer.algorithms.batch import Batch
 from trainer.algorithms.compute_advantages import compute_advantages
 from trainer.policy.scorer import load_tokenizer
 from trainer.rollouts.collector import CollectFailed, Collector
-from trainer.rollouts.context import RolloutContext
 from trainer.rollouts.ground_truths import GroundTruthCheck
 from trainer.rollouts.prompt_cursor import PromptProgress
 from trainer.rollouts.rollouts import Rollouts
-from trainer.rollouts.services import Services
+from trainer.rollouts.services import RolloutContext, Services
 from trainer.timing import StageClock
 
 FRESH, SIZE, STALENESS = 4, 4, 1

@@ -1,9 +1,22 @@
-"""How far the store of a service is. The service sends it with every answer and the client sends it
-back, so both notice when the store has gone back: its directory was set to an older copy.
+"""Headers that client and service send beside a call, on whether it is worked on and on the store.
+
+`ATTEMPT` and the next ones tell a client whether a service works on a request that stays
+unanswered. With `STORE_HEADER` the service says with every answer how far its store is, and the
+client sends it back, so both notice when the store has gone back: its directory was set to an older
+copy.
 """
 
 from typing import NamedTuple
 
+ATTEMPT = "x-attempt"
+"""Id of an attempt: a call that is sent again has another one."""
+ASKED_ATTEMPT = "x-asked-attempt"
+"""In a request for `/health`: the attempt that is asked for. In its answer: `WORKING` or `LOST`."""
+WORKING = "working"
+LOST = "lost"
+"""The request has not arrived, or its answer was sent."""
+PROGRESS = "x-progress"
+"""In the same answer: a number that grows as long as the service gets on with its work."""
 STORE_HEADER = "x-store-mark"
 
 
