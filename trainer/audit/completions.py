@@ -20,7 +20,7 @@ from common.settings.config import Config
 from common.wire.schemas import Float32
 from learning.ranks import Ranks
 from trainer.audit.comparison import LOGPROB_BOUND, LOGPROB_BOUND_LOW, StageOutcome, compare_columns
-from trainer.audit.engine import ReplayEngine, Request, SampledAnswer, Span
+from trainer.audit.engine import AuditEngine, Request, SampledAnswer, Span
 from trainer.audit.recorded import RecordedStep
 from trainer.policy.policy import Policy
 from trainer.policy.scorer import computes_in_bfloat16, load_tokenizer, stop_token_ids
@@ -99,14 +99,14 @@ class Completions:
         spans = self._spans(policy.step)
         tokenizer = load_tokenizer(self.config.model)
         stops = stop_token_ids(policy.model, tokenizer, self.config.sampling.stop_token_ids)
-        with TemporaryDirectory(prefix="rlhf-replay-") as name:
+        with TemporaryDirectory(prefix="rlhf-audit-") as name:
             folder = Path(name)
             files = static_files(self.config, policy.model, tokenizer, folder / "model")
-            write_version(policy.weights(), files, folder, run_id="replay", version=policy.step)
-            engine = ReplayEngine(self.config, folder / version_name(policy.step), stops)
+            write_version(policy.weights(), files, folder, run_id="audit", version=policy.step)
+            engine = AuditEngine(self.config, folder / version_name(policy.step), stops)
             self._sample(engine, spans)
 
-    def _sample(self, engine: ReplayEngine, spans: list[Span]) -> None:
+    def _sample(self, engine: AuditEngine, spans: list[Span]) -> None:
         """Samples spans. After a token that rounding may have decided otherwise, the rest of its
         span is sampled again, with the recorded token before it.
         """
@@ -222,7 +222,7 @@ class Completions:
         for row, completion in enumerate(self.recorded.completions):
             scores = np.zeros(len(completion.token_ids), np.float32)
             versions = completion.weight_versions
-            # Versions that are not replayed, such as those of reused groups, have no scores.
+            # Versions that do not sample again, such as those of reused groups, have no scores.
             is_known = all(version in self._scores for version, _, _ in versions)
             for version, start, end in versions if is_known else ():
                 scores[start:end] = completion.spread(self._scores[version][row])[start:end]

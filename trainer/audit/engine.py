@@ -81,7 +81,7 @@ class SampledAnswer:
         return first_difference(span.tokens, self.tokens)
 
 
-class ReplayEngine:
+class AuditEngine:
     """Samples spans again.
 
     Args:

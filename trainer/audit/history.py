@@ -64,7 +64,7 @@ class WeightHistory:
     Args:
         record: the audit record of the run.
         run_dir: its directory.
-        config: the settings of the attempt whose step is replayed.
+        config: the settings of the attempt whose step is re-executed.
         ranks: this rank.
         first: the models begin at the newest checkpoint of at most this step.
     """
@@ -135,7 +135,7 @@ class WeightHistory:
         for name in then:
             if then[name] != now.get(name):
                 raise ConfigError(
-                    f"step {recorded.step} was made with {name} {then[name]}, the replayed step "
+                    f"step {recorded.step} was made with {name} {then[name]}, the re-executed step "
                     f"with {now.get(name)}, and there is no checkpoint between them",
                     field="checkpoint.keep",
                     value=self.origin,
