@@ -88,8 +88,8 @@ def parser() -> CommandParser:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Re-executes a step; exits with 1 when a stage differs. Raises ConfigError for a record that is
-    missing or damaged.
+    """Re-executes a step; exits with 1 when a stage differs. Raises ConfigError for a missing or
+    damaged record.
     """
     words = sys.argv[1:] if argv is None else argv
     made = parser()
