@@ -19,6 +19,7 @@ from common.errors import ConfigError
 from common.process import watchdog
 from services.environment.outcome import EnvironmentLost
 from tests.support.environments.own_environments import RewardsTurns
+from tests.support.errors import raises
 from tests.support.runs.audits import audited, reexecuted
 from tests.support.runs.in_process import quiet
 from trainer.audit import __main__ as command
@@ -321,13 +322,13 @@ def test_a_damaged_or_missing_record_is_an_error_that_names_the_file(copy: Path)
     change_line(copy, STEP, lambda line: line["groups"].reverse())
     with pytest.raises(ConfigError, match="in another order"):
         outcomes(copy)
-    with pytest.raises(ConfigError, match=r"lacks step 9.*1 to 4"):
+    with raises(ConfigError, field="--step", value="9"):
         outcomes(copy, 9)
     change_line(copy, STEP, lambda line: line.update(weights=3))
     with pytest.raises(ConfigError, match=r"damaged.*weights"):
         outcomes(copy)
     (copy / "audit.jsonl").unlink()
-    with pytest.raises(ConfigError, match=r"no audit record.*trainer\.audit"):
+    with raises(ConfigError, field="trainer.audit"):
         outcomes(copy)
 
 
