@@ -35,10 +35,12 @@ class StoreMark(NamedTuple):
     def parse(cls, text: str) -> "StoreMark | None":
         """Returns the mark in a header; None when there is none."""
         identity, _, changes = text.partition("-")
+        # A proxy or another program may have written the header: nothing is concluded from it.
         if not (identity.isdecimal() and changes.isdecimal()):
             return None
         return cls(int(identity), int(changes))
 
     def is_behind(self, seen: "StoreMark | None") -> bool:
         """Whether this moment is before one that a client has seen of the same store."""
+        # A new store has another identity: fewer changes say nothing about it.
         return seen is not None and self.identity == seen.identity and self.changes < seen.changes

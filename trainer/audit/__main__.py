@@ -98,6 +98,7 @@ def main(argv: list[str] | None = None) -> None:
         from trainer.audit.certify import check_certificate
 
         raise SystemExit(check_certificate(arguments.check, arguments.run_dir))
+    # The record of a Tinker server is of operations, not of steps.
     if (arguments.run_dir / RECORDED).exists():
         raise SystemExit(_audit_tinker(arguments.run_dir, words))
     if not arguments.certify and arguments.step is None:
@@ -140,6 +141,7 @@ def main(argv: list[str] | None = None) -> None:
             where = f"{setup.device}, torch {setup.packages.get('torch')}"
             made_by = f"made by {start.run_id} on {ranks} ({where})"
             print(f"step {again.step} of {again.run_dir}, {made_by}", flush=True)
+    # The record is read first: a missing one is reported once, not by every rank.
     if setup.world_size > 1 and not is_one_of_several:
         raise SystemExit(_run_ranks(setup.world_size, setup.threads, words))
 

@@ -45,6 +45,7 @@ def requests_of_groups(recorded: RecordedStep) -> list[Request]:
     for item, group_seed in zip(recorded.groups, recorded.line.seeds, strict=True):
         prompt = item.group.prompt_token_ids.tolist()
         for index, completion in enumerate(item.group.completions):
+            # Reused groups were sampled for an earlier step, by versions that may be gone.
             if not item.reused:
                 seed = sample_seed(group_seed, index)
                 end = len(completion.token_ids)
@@ -114,6 +115,7 @@ class Completions:
             left: list[Span] = []
             for span, sampled in zip(spans, engine.sample(spans), strict=True):
                 at = sampled.first_other(span)
+                # Beyond the recorded tokens there is none that rounding could have decided.
                 may_round = at is not None and at < len(span.tokens) and not self._is_exact
                 if at is not None and may_round and engine.could_sample(span, at):
                     # Another rounding takes the other token, and from there on everything differs.
@@ -133,6 +135,7 @@ class Completions:
             self._rounded += len(span.tokens)
             if self._is_exact:
                 at = int(np.flatnonzero(span.logprobs != sampled.logprobs)[0])
+        # The first one is told; those after it may follow from it.
         if at is None or self._difference is not None:
             return
         self._difference = StageOutcome(
@@ -198,6 +201,7 @@ class Completions:
         names = self.recorded.names
         known: dict[tuple[int, ...], int] = {}
         for request in self.requests:
+            # They would be equal, and the group would compare an answer with itself.
             row = known.setdefault((request.seed, *request.prompt), request.row)
             if row != request.row:
                 return StageOutcome(
@@ -216,6 +220,7 @@ class Completions:
         """
         setup = self.recorded.start.setup
         low = computes_in_bfloat16(self.config.model, self.ranks)
+        # SGLang and GPUs round every layer in their own way, whatever the dtype.
         low |= setup.device != "cpu" or self.recorded.start.engine != "embedded"
         expected: list[Float32 | None] = []
         found: list[Float32 | None] = []

@@ -96,6 +96,7 @@ class StepReexecution:
         is_episodes = bool(self._config.environment.name)
         # An episode can only be played, and so graded, with the model's tokens.
         without_models: set[Stage] = {"prompts"} if is_episodes else {"prompts", "rewards"}
+        # These stages need no weights: what loads and executes updates is left out.
         if without_models.issuperset(self.stages):
             self._compare_rewards(rows, None)
             return
