@@ -176,7 +176,9 @@ class Sampling:
         await self._end(name, number, result)
 
     async def _end(self, name: str, number: int, result: TinkerResult) -> None:
-        await self._journal.run(lambda store: store.finish(name, number, result, repeatable=False))
+        await self._journal.settle(
+            lambda store: store.finish(name, number, result, repeatable=False)
+        )
         self._finished(name, number)
 
     async def _answer(self, sampler: Sampler, body: requests.Sample) -> tuple[bytes, str]:
