@@ -83,7 +83,8 @@ async def test_runs_take_turns_whatever_each_has_sent(
 async def test_samplers_take_turns_whatever_each_has_sent(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sampling, "_AT_ONCE", 1)
+    monkeypatch.setattr(sampling, "_AT_ONCE", 3)
+    monkeypatch.setattr(sampling, "_OF_ONE", 2)
     engine = EchoEngine()
     goes_on = asyncio.Event()
     answer = engine.answer
@@ -103,12 +104,13 @@ async def test_samplers_take_turns_whatever_each_has_sent(
                 base_model=BASE,
             )
         ids = []
-        for sampler, seq in ((0, 0), (0, 1), (0, 2), (1, 0)):
+        for sampler, seq, count in ((0, 0, 1), (0, 1, 9), (0, 2, 1), (1, 0, 2), (1, 1, 1)):
             made = await client.post(
                 "asample",
                 sampling_session_id=f"{client.session}:sample:{sampler}",
                 seq_id=seq,
-                prompt={"chunks": [{"tokens": [sampler]}]},
+                prompt={"chunks": [{"tokens": [sampler, seq]}]},
+                num_samples=count,
                 sampling_params={"max_tokens": 4},
             )
             ids.append(made["request_id"])
@@ -116,7 +118,10 @@ async def test_samplers_take_turns_whatever_each_has_sent(
         goes_on.set()
         for each in ids:
             await client.result(each)
-    assert [body["input_ids"] for body in engine.requests] == [[0], [0], [1], [0]]
+    assert [body["input_ids"] for body in engine.requests] == [
+        *([0, 0], [1, 0]),  # of its nine completions, as many count as one may have at once
+        *([0, 1], [1, 1], [0, 2]),
+    ]
 
 
 async def test_what_is_sent_again_is_the_same_operation(tmp_path: Path) -> None:
