@@ -7,18 +7,22 @@ import socket
 import sys
 import threading
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import psutil
 import pytest
 
 from common.errors import ConfigError
-from common.models.memory import ModelShape, state_bytes
+from common.models.memory import FITS_SHARE, ModelShape, state_bytes
 from common.process.security import SecretRedactor
-from jobgroup.doctor import gpus, machine, network, sizes, storage
-from jobgroup.doctor.report import Check, Result, perform
-from tests.support.package.doctor_groups import QWEN_7B, plan_of
+from jobgroup.doctor import availability, gpus, machine, network, sizes, software, storage
+from jobgroup.doctor.ground_truths import check_ground_truths
+from jobgroup.doctor.plan import make
+from jobgroup.doctor.report import Check, Result, ask, fits, gb, perform
+from tests.support.package.doctor_groups import QWEN_7B, plan_of, write_group
 from tests.support.processes.ports import free_port
 
 linux = pytest.mark.skipif(
@@ -402,3 +406,189 @@ def test_gpus_are_divided_into_equal_groups(gpus: int, count: int) -> None:
     found = sizes._divisors(gpus, count)
     shared = {size for size in range(2, 100) if gpus % size == count % size == 0}
     assert found == (sorted(shared) if count else [])
+
+
+@pytest.mark.parametrize(
+    ("task", "env", "expected"),
+    [
+        ("data-server", {}, []),
+        ("rollout-server", {}, ["org/a"]),
+        ("environment-server", {}, ["org/a"]),
+        ("ppo-trainer", {}, ["org/a"]),
+        (
+            "ppo-trainer",
+            {"RLHF_MODEL__REFERENCE": "org/b", "RLHF_ALGORITHM__KL_COEF": "0.1"},
+            ["org/a", "org/b"],
+        ),
+        (
+            "ppo-trainer",
+            {"RLHF_CRITIC__MODEL": "org/c", "RLHF_ALGORITHM__NAME": "ppo"},
+            ["org/a", "org/c"],
+        ),
+        ("reward-server", {}, []),
+        (
+            "reward-server",
+            {"RLHF_REWARD__FUNCTIONS": '[{"name": "reward_model", "model": "org/d"}]'},
+            ["org/d"],
+        ),
+    ],
+)
+def test_the_models_that_a_task_loads(
+    tmp_path: Path, task: str, env: dict[str, str], expected: list[str]
+) -> None:
+    plan = plan_of(tmp_path, {task: ""}, env={"MODEL_NAME": "org/a", **env})
+    assert plan.problems == []
+    assert list(availability.models(plan)) == expected
+    assert all(job.name == task for job in availability.models(plan).values())
+    needs_torch = task == "ppo-trainer" or expected == ["org/d"]
+    assert plan.here[0].needs_torch == needs_torch
+
+
+@pytest.mark.parametrize(
+    ("env", "found"),
+    [
+        ({}, ["rollout.engine sglang without rollout.device cpu"]),
+        ({"RLHF_ROLLOUT__DEVICE": "cpu"}, []),
+        ({"RLHF_ROLLOUT__ENGINE": "embedded"}, []),
+        (
+            {"RLHF_ROLLOUT__ENGINE": "embedded", "RLHF_ROLLOUT__DEVICE": "cuda"},
+            ["rollout.device cuda"],
+        ),
+        (
+            {"RLHF_ROLLOUT__DEVICE": "cpu", "RLHF_TRAINER__DEVICE": "cuda"},
+            ["trainer.device cuda"],
+        ),
+    ],
+)
+def test_the_settings_that_need_a_gpu(
+    tmp_path: Path, env: dict[str, str], found: list[str]
+) -> None:
+    plan = plan_of(tmp_path, {"rollout-server": "", "ppo-trainer": ""}, env=env)
+    assert gpus.needs_cuda(plan) == found
+    assert gpus.needs_cuda(plan_of(tmp_path, {"data-server": ""})) == []
+
+
+@pytest.mark.parametrize(
+    ("version", "state"),
+    [((3, 10), "fail"), ((3, 11), "ok"), ((3, 12), "ok"), ((3, 13), "ok"), ((3, 14), "fail")],
+)
+def test_the_versions_of_python(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: tuple[int, int], state: str
+) -> None:
+    own = SimpleNamespace(version_info=(*version, 1), prefix="/p", executable="/p/bin/python")
+    monkeypatch.setattr(software, "sys", own)
+    plan = plan_of(tmp_path, {"data-server": ""})
+    first, *others = software.check_python(plan)
+    assert (first.state, others) == (state, [])
+
+
+def test_the_python_of_a_task_must_be_there(tmp_path: Path) -> None:
+    plan = plan_of(tmp_path, {"data-server": ""})
+    plan.here = [replace(plan.here[0], workdir=tmp_path, run=".venv/bin/python -m x")]
+    _, missing = software.check_python(plan)
+    assert (missing.name, missing.state) == ("python of data-server", "fail")
+    python = plan.here[0].workdir / ".venv/bin/python"
+    assert str(python) in missing.found
+
+
+def test_a_pod_has_its_own_environment_and_a_local_run_that_of_the_yaml(tmp_path: Path) -> None:
+    path = write_group(
+        tmp_path, {"data-server": "", "ppo-trainer": ""}, {"RLHF_DATA__PORT": "1111", "A": "yaml"}
+    )
+    around = {"RLHF_DATA__PORT": "2222", "A": "own"}
+    local = make(path, {"B": "given"}, around)
+    assert (local.inside, local.group, len(local.here)) == (False, "small", 2)
+    assert {job.config.data.port for job in local.here} == {1111}
+    assert {(job.env["A"], job.env["B"]) for job in local.here} == {("yaml", "given")}
+
+    inside = {**around, "SKYPILOT_JOBGROUP_NAME": "running"}
+    pod = make(path, {"A": "given"}, inside, task="data-server")
+    assert (pod.inside, pod.group, pod.demo) == (True, "running", False)
+    assert [(job.name, job.config.data.port) for job in pod.here] == [("data-server", 2222)]
+    assert pod.here[0].env["A"] == "given"
+    assert make(path, {}, inside).here == []
+    with pytest.raises(ConfigError) as refused:
+        make(path, {}, {}, task="data")
+    assert (refused.value.field, refused.value.value) == ("--task", "data")
+
+
+def test_settings_that_are_wrong_in_several_tasks_are_one_problem_each(tmp_path: Path) -> None:
+    tasks = {"data-server": "", "reward-server": ""}
+    plan = plan_of(tmp_path, tasks, env={"RLHF_SEED": "x"})
+    assert [problem.name for problem in plan.problems] == ["settings of data-server"]
+    documents = [
+        f"name: {name}\nrun: x\nenvs: {{{setting}: 'x'}}\n"
+        for name, setting in (("data-server", "RLHF_SEED"), ("reward-server", "RLHF_DATA__PORT"))
+    ]
+    path = tmp_path / "two.yaml"
+    path.write_text("---\n".join(["name: small\nexecution: parallel\n", *documents]))
+    found = make(path, {}, {}).problems
+    assert [each.name for each in found] == ["settings of data-server", "settings of reward-server"]
+
+
+def test_ports_are_not_checked_in_a_running_group_and_each_task_has_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried: list[int] = []
+
+    def listen(address: tuple[str, int]) -> Any:
+        tried.append(address[1])
+        if address[1] == 8003:
+            raise OSError(98, "Address already in use")
+        return SimpleNamespace(close=lambda: None)
+
+    monkeypatch.setattr(network, "socket", SimpleNamespace(create_server=listen))
+    monkeypatch.setattr(network, "_listeners", lambda port: {"5 (other)"})
+    tasks = ["data-server", "rollout-server", "reward-server", "replay-buffer", "ppo-trainer"]
+    plan = plan_of(tmp_path, dict.fromkeys([*tasks, "environment-server", "mine"], ""))
+    taken, free = network.check_ports(plan)
+    ports = [8000, 30002, 30001, 30000, 30003, 8002, 8003, 8004, 8006]
+    assert set(tried) >= set(ports) - {30003}
+    assert (taken.name, taken.state) == ("port 8003 of replay-buffer", "fail")
+    assert "--env RLHF_REPLAY__PORT=9003" in taken.fix
+    assert (free.state, "8003" in free.found, "8004" in free.found) == ("ok", False, True)
+    plan.inside = True
+    assert list(network.check_ports(plan)) == []
+
+
+def test_ground_truths_need_the_data_and_the_rewards(tmp_path: Path) -> None:
+    for task in ("data-server", "reward-server"):
+        with pytest.raises(ConfigError) as refused:
+            list(check_ground_truths(plan_of(tmp_path, {task: ""})))
+        assert refused.value.field == "--data"
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_what_fits_is_judged_by_a_tenth_to_spare(seed: int) -> None:
+    draws = random.Random(seed)
+    available = draws.choice([100.0, 80e9])
+    needed = available * draws.choice([0.5, 0.899, 0.9, 0.901, 1.0, 1.001])
+    share = needed / available
+    state = "ok" if share <= FITS_SHARE else "warn" if share <= 1 else "fail"
+    found = fits("x", "these", needed=needed, available=available, fix="more")
+    assert (found.state, found.fix) == (state, "" if state == "ok" else "more")
+    assert found.text().startswith(f"{state.upper() if state == 'fail' else state:<4}  x: ")
+
+
+@pytest.mark.parametrize(
+    ("size", "text"), [(0, "0.0 MB"), (49.9e6, "49.9 MB"), (5e7, "0.1 GB"), (15.24e9, "15.2 GB")]
+)
+def test_sizes_are_decimal(size: float, text: str) -> None:
+    assert gb(size) == text
+
+
+def test_a_program_that_fails_is_named_with_its_last_line() -> None:
+    assert ask("sh", "-c", "echo $A", fix="x", env={"A": "five"}) == "five\n"
+    for command, words in (
+        ("echo first; echo last >&2; exit 3", "first"),
+        ("echo first >&2; echo last >&2; exit 3", "last"),
+        ("exit 3", "exit status 3"),
+    ):
+        with pytest.raises(ConfigError) as refused:
+            ask("sh", "-c", command, fix="do this")
+        assert refused.value.message == f"sh fails: {words}"
+        assert refused.value.remedy == "do this"
+    with pytest.raises(ConfigError, match="no-such-program"):
+        ask("no-such-program", fix="install it")
+    with pytest.raises(ConfigError, match="timed out"):
+        ask("sleep", 60, fix="wait", timeout_s=0.01)
