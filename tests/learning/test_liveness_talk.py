@@ -65,7 +65,7 @@ class Run:
     def _reporter(self, rank: int) -> Any:
         def report(reason: str) -> str:
             self.reports.append(rank)
-            return ""
+            return f"the report of rank {rank}"
 
         return report
 
@@ -246,7 +246,7 @@ def test_a_lost_rank_is_named_and_one_of_the_others_reports_it(
 
 
 def test_when_no_rank_moves_all_end_and_rank_0_reports(
-    monkeypatch: pytest.MonkeyPatch, events: dict[str, Any]
+    monkeypatch: pytest.MonkeyPatch, events: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     run = made(monkeypatch, stuck_after_s=1.0)
     with run:
@@ -254,6 +254,7 @@ def test_when_no_rank_moves_all_end_and_rank_0_reports(
     assert {about["how"] for about in events.values()} == {"stuck"}
     assert len(events) == 3
     assert run.reports == [0]
+    assert "the report of rank 0" in caplog.text
 
 
 def test_one_rank_that_moves_keeps_all_going_and_each_says_where_it_is(
@@ -301,6 +302,7 @@ def test_a_rank_that_joins_late_hears_who_has_ended(
     late._thread.name = "rank 2"
     wait(lambda: 1 in late._gone)
     assert late._gone[1][0].reason == "ValueError: wrong"
+    assert run.statuses == {}, "each has time for an error of its own"
     assert first._all_joined.is_set()
     monkeypatch.setattr(liveness, "_OWN_ERROR_S", 0.0)
     run.ended(0, 2)
@@ -340,9 +342,64 @@ def test_strangers_who_say_nothing_do_not_fill_the_room(
         strangers[1].setblocking(False)
         with pytest.raises(BlockingIOError):
             strangers[1].recv(1)
-        for each in strangers:
-            each.close()
     run.ended()
+    for each in strangers[1:]:
+        each.settimeout(60)
+        with contextlib.suppress(ConnectionResetError):
+            assert each.recv(1) == b""
+    for each in strangers:
+        each.close()
+
+
+def test_a_process_that_was_stopped_itself_takes_nobody_for_lost(
+    monkeypatch: pytest.MonkeyPatch, events: dict[str, Any]
+) -> None:
+    """All ranks find that an hour has passed since they looked, in which they read nothing."""
+    late_s = 0.0
+
+    def monotonic() -> float:
+        return time.monotonic() + late_s
+
+    run = made(monkeypatch, lost_after_s=9.0)
+    with run, monkeypatch.context() as patch:
+        patch.setattr(liveness, "time", SimpleNamespace(monotonic=monotonic))
+        known = run.ranks[0]._known[1]
+        before = known.heard
+        wait(lambda: known.heard > before)
+        for each in run.ranks:
+            patch.setattr(each, "_broadcast", lambda message: None)
+        late_s = 3600.0
+        time.sleep(0.3)
+        assert events == {}
+        for each in run.ranks:
+            for known in each._known.values():
+                known.heard -= late_s
+        late_s = 0.0
+
+
+def test_a_single_process_has_nobody_to_watch() -> None:
+    ranks: Any = SimpleNamespace(rank=0, world_size=1, is_rank_zero=True)
+    alone = Liveness(ranks, Topology(), 60.0, stuck_after_s=60.0)
+    with alone:
+        assert alone._thread is None
+        assert alone.where_others_are() == []
+
+
+@pytest.mark.parametrize(
+    ("rank", "named"),
+    [
+        (0, "rank 0 on ppo-trainer-0 (10.0.0.1)"),
+        (5, "rank 5 on ppo-trainer-2 (10.0.0.3)"),
+        (6, "rank 6 on ppo-trainer-3"),
+    ],
+)
+def test_a_rank_is_named_by_its_node(
+    monkeypatch: pytest.MonkeyPatch, rank: int, named: str
+) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    ranks: Any = SimpleNamespace(rank=0, world_size=1, is_rank_zero=True)
+    alone = Liveness(ranks, Topology(node_ips=ADDRESSES), 60.0, stuck_after_s=60.0)
+    assert alone._name(rank) == named
 
 
 def test_a_rank_that_says_nothing_for_long_is_lost(
