@@ -7,8 +7,9 @@ tried in a process of its own, forked after all imports, by the quick tests that
 function: those that notice nothing are printed. What is only wording is not changed: strings with
 a space, log lines, docstrings and annotations.
 
-Everything happens in a copy of the checkout, where the changed file has the change, too: the Python
-processes that a test starts read it. Which tests start one that reaches the function is not known.
+What a test forks has the change, and counts as reached. Everything happens in a copy of the
+checkout, where the changed file has the change, too: the Python processes that a test starts read
+it. Which tests start one that reaches the function is not known.
 With SLOW=1 the tests of `make test-slow` run as well, and all that may start processes try every
 change.
 
@@ -55,7 +56,7 @@ _TESTS = {
     "services/data/stream.py": ["tests/services/data"],
     "services/replay/store.py": ["tests/services/replay"],
     "trainer/audit": ["tests/trainer/audit", "tests/trainer/observe/test_audit.py"],
-    "services/sandbox": ["tests/services/reward"],
+    "services/sandbox": ["tests/services/sandbox", "tests/services/reward"],
 }
 """The tests of rooms that have no folder or file of tests of the same name."""
 _CPU_S = 10

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from common.errors import ConfigError
 from services.sandbox import command
 from services.sandbox.command import VARIANTS, Interpreter, bwrap_options, inside_command
 
@@ -24,12 +25,13 @@ _ERRNO = 0x00050000
 
 def decides(program: bytes, name: str, *arguments: int) -> int:
     """Returns the error number of a system call under a filter; 0 if it is allowed."""
-    number = seccomp.resolve_syscall(seccomp.Arch.X86_64, name)
+    number: int = seccomp.resolve_syscall(seccomp.Arch.X86_64, name)
     given = [*arguments, *[0] * (6 - len(arguments))]
     data = struct.pack("<IIQ6Q", number, _ARCH, 0, *given)
     code = list(struct.iter_unpack("<HBBI", program))
     at = 0
-    value = 0
+    value: int = 0
+    operand: int
     while True:
         operation, if_true, if_false, operand = code[at]
         at += 1
@@ -188,7 +190,7 @@ def test_interpreters_are_named_or_found(monkeypatch: pytest.MonkeyPatch) -> Non
     assert asked[0] == (own, False)
     assert [each.executable for each in command.interpreters("/mine")] == ["/mine"]
     assert asked[-1] == ("/mine", True)
-    with pytest.raises(command.ConfigError) as refused:
+    with pytest.raises(ConfigError) as refused:
         command.interpreters("/missing")
     assert (refused.value.field, refused.value.value) == (
         "reward.functions.code.python",
