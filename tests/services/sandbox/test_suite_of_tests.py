@@ -194,10 +194,8 @@ def test_tests_run_in_the_order_of_pytest(tmp_path: Any, monkeypatch: pytest.Mon
 
 def test_a_failing_test_ends_a_suite() -> None:
     module = types.ModuleType("test_failing")
-    exec(
-        "def test_f():\n    assert 1 == 2\ndef check(candidate):\n    assert candidate == 5",
-        vars(module),
-    )  # noqa: S102
+    source = "def test_f():\n    assert 1 == 2\ndef check(candidate):\n    assert candidate == 5"
+    exec(source, vars(module))  # noqa: S102
     with pytest.raises(AssertionError):
         run_suite(module, ["test_f"], lambda: None)
     run_suite(module, ["check"], lambda: 5)
