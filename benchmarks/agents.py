@@ -209,8 +209,15 @@ async def serving(environment: str) -> AsyncIterator[Served]:
         calling(serve_proxy, proxy_port, engine_port),
         calling(serve_engine, engine_port, environment == "Slow"),
     ]
-    with processes(commands, urls) as started:
-        yield Served(*urls, *(psutil.Process(each.pid) for each in started))
+    with processes(commands, urls) as (server, proxy, engine):
+        yield Served(
+            url=urls[0],
+            proxy_url=urls[1],
+            engine_url=urls[2],
+            server=psutil.Process(server.pid),
+            proxy=psutil.Process(proxy.pid),
+            engine=psutil.Process(engine.pid),
+        )
 
 
 def cpu(process: psutil.Process) -> float:
