@@ -104,6 +104,9 @@ def build_run(
         publisher = leader.publisher
         rollouts = leader.rollouts(policy, state)
     critic = value_function(config, ranks, saved)
+    if leader is not None:
+        # Loading takes minutes, and what begins last at the services ends the run before it.
+        leader.lock.check()
     steps = rollouts.prepare(policy.step, continues) if rollouts else 0
     policy.total_steps = ranks.broadcast(steps)
 

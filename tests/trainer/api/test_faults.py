@@ -6,6 +6,7 @@ import json
 import sqlite3
 from collections.abc import Awaitable, Callable
 from contextlib import closing
+from typing import Any
 
 import httpx
 import pytest
@@ -13,6 +14,8 @@ from rich.console import Console
 
 from common.clients.data import DataClient
 from common.clients.replay import ReplayClient
+from common.errors import ServiceError
+from common.process.run_lock import LOCK
 from common.settings.config import Config
 from common.wire.schemas import PromptBatch, TakenGroups, TakeRequest
 from services.http.sqlite_store import sum_of
@@ -43,6 +46,24 @@ def test_a_data_server_that_lost_its_cursor_is_set_back(settings: Callable[..., 
     train_in_process(config, quiet(), lambda app: Losing(app, set(), lambda: httpx.Response(500)))
     assert [group.position for group in stored(config)] == list(range(12))
     assert len({group.prompt_id for group in stored(config)}) == 12
+
+
+def test_a_run_that_is_taken_over_in_its_start_does_not_end_the_other_one(
+    settings: Callable[..., Config],
+) -> None:
+    config = settings()
+
+    def taking_over(app: Any) -> httpx.ASGITransport:
+        holder = {"run": "another", "token": "of another"}
+        assert config.trainer.run_dir is not None
+        (config.trainer.run_dir / LOCK).write_text(json.dumps(holder))
+        return httpx.ASGITransport(app)
+
+    with pytest.raises(ServiceError) as caught:
+        train_in_process(config, quiet(), taking_over)
+    assert caught.value.code == "run_taken_over"
+    with closing(sqlite3.connect(config.state_dir / "data" / "stream.db")) as db:
+        assert db.execute("SELECT * FROM runs").fetchall() == [], "it has begun at no service"
 
 
 def test_another_client_that_keeps_drawing_prompts_ends_the_run(
