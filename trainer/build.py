@@ -37,11 +37,10 @@ from trainer.policy.policy import Policy
 from trainer.policy.reference import Reference
 from trainer.policy.scorer import load_tokenizer, stop_token_ids
 from trainer.policy.trained_prompts import TrainedPrompts, style_of
-from trainer.rollouts.context import RolloutContext
 from trainer.rollouts.ground_truths import GROUND_TRUTHS, GroundTruthCheck
 from trainer.rollouts.prompt_cursor import PromptProgress
 from trainer.rollouts.rollouts import Rollouts
-from trainer.rollouts.services import Services, flush_all
+from trainer.rollouts.services import RolloutContext, Services, flush_all
 from trainer.rollouts.teacher import Teacher
 from trainer.run import Listener, Run
 from trainer.timing import StageClock

@@ -6,7 +6,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from common.errors import Conflict
-from common.wire.store_mark import STORE_HEADER, StoreMark
+from common.wire.headers import STORE_HEADER, StoreMark
 from services.http.errors import error_response
 from services.http.sqlite_store import SqliteStore
 
@@ -16,13 +16,13 @@ class GoingBack:
     one: groups would be handed out a second time, and acknowledged ones would be missing.
     """
 
-    def __init__(self, app: ASGIApp, store: SqliteStore | None) -> None:
+    def __init__(self, app: ASGIApp, store: SqliteStore) -> None:
         self.app = app
         self._store = store
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         store = self._store
-        if store is None or scope["type"] != "http":
+        if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
 

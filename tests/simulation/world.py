@@ -47,12 +47,11 @@ from tests.simulation.virtual_time import VirtualLoop
 from tests.support.paths import ROOT
 from trainer.algorithms.batch import Batch, TrainingGroup
 from trainer.policy.scorer import load_tokenizer
-from trainer.rollouts.context import RolloutContext
 from trainer.rollouts.drops import Drops
 from trainer.rollouts.ground_truths import GroundTruthCheck
 from trainer.rollouts.prompt_cursor import PromptProgress
 from trainer.rollouts.rollouts import Rollouts
-from trainer.rollouts.services import Services
+from trainer.rollouts.services import RolloutContext, Services
 from trainer.timing import StageClock
 from trainer.weights.board import PublishFailed
 
