@@ -15,7 +15,7 @@ from common.errors import ServiceError
 from services.reward.answers.exact import same_answer
 from services.reward.answers.extract import extract_answer, gold_answer
 from trainer.dashboard.tokens import TokenTexts
-from trainer.observe.group_files import GroupTexts
+from trainer.observe.group_files import CompletionText, GroupTexts
 from trainer.what_if.run_facts import RunFacts
 
 _FACTOR = 3.0
@@ -190,12 +190,17 @@ def _graded(groups: Sequence[GroupTexts]) -> Iterator[tuple[str, bool, bool]]:
         if len(rewards) < len(group.completions) or len(set(rewards)) < 2:
             continue
         mean = fmean(rewards)
-        gold = gold_answer(group.ground_truth) or ""
-        for reward, each in zip(rewards, group.completions, strict=True):
-            answer = extract_answer(each.text)
-            is_right = None if answer is None else same_answer(gold, answer)
+        for reward, (each, is_right) in zip(rewards, _judged(group), strict=True):
             is_paid = reward > mean
             yield each.text, is_paid, is_right not in (None, is_paid)
+
+
+def _judged(group: GroupTexts) -> Iterator[tuple[CompletionText, bool | None]]:
+    """Yields the answers of a group, and whether they are right, as far as numbers tell."""
+    gold = gold_answer(group.ground_truth) or ""
+    for each in group.completions:
+        answer = extract_answer(each.text)
+        yield each, None if answer is None else same_answer(gold, answer)
 
 
 def inverted(facts: RunFacts) -> Trace | None:
@@ -214,11 +219,9 @@ def inverted(facts: RunFacts) -> Trace | None:
 
 
 def _by_verdict(group: GroupTexts) -> tuple[list[float], list[float]]:
-    """Returns the rewards of wrong and of right answers, as far as numbers tell."""
-    gold = gold_answer(group.ground_truth) or ""
+    """Returns the rewards of wrong and of right answers."""
     found: tuple[list[float], list[float]] = ([], [])
-    for each in group.completions:
-        is_right = same_answer(gold, extract_answer(each.text) or "")
+    for each, is_right in _judged(group):
         if is_right is not None and each.reward is not None:
             found[is_right].append(each.reward)
     return found
