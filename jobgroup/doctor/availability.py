@@ -33,9 +33,9 @@ def _models_of(job: PlannedTask) -> Iterator[str]:
     config = job.config
     if job.name in (TRAINER, ROLLOUT, ENVIRONMENT):
         yield config.model.name
-    if job.name == TRAINER and config.algorithm.kl_coef:
+    if job.name == TRAINER:
+        # Where they are not read, settings that name them are refused.
         yield config.model.reference
-    if job.name == TRAINER and config.algorithm.needs_critic:
         yield config.critic.model
     reward_model = config.reward.function(ModelReward)
     if job.name == REWARD and reward_model is not None:

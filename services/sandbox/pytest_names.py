@@ -80,7 +80,8 @@ class approx:
             return all(map(self._close, actual, expected))
         if actual == expected:
             return True
-        if not isinstance(actual, (int, float, complex)) or isinstance(expected, (str, bool)):
+        is_number = isinstance(actual, (int, float, complex))
+        if not is_number or expected is None or isinstance(expected, (str, bool)):
             return False
         if self._nan_ok and actual != actual and expected != expected:
             return True

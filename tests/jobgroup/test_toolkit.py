@@ -178,7 +178,6 @@ def _verdicts(plan: Plan) -> dict[str, tuple[str, str]]:
     return {result.name: (result.state, result.found) for result in software.check_toolkit(plan)}
 
 
-@pytest.mark.integration
 @pytest.mark.parametrize(
     ("driver", "state"),
     [
@@ -200,7 +199,6 @@ def test_the_driver_is_judged(
     assert driver in found[1]
 
 
-@pytest.mark.integration
 def test_a_complete_toolkit_is_ok(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plan = _plan(tmp_path, monkeypatch)
     _toolkit(tmp_path / "venv" / WHEELS)
@@ -212,7 +210,6 @@ def test_a_complete_toolkit_is_ok(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     }
 
 
-@pytest.mark.integration
 def test_missing_parts_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(software, "_SYSTEM_TOOLKIT", str(tmp_path / "no-cuda"))
     plan = _plan(tmp_path, monkeypatch)
@@ -228,7 +225,6 @@ def test_missing_parts_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert "lib64/libcudart.so" in _verdicts(plan)["nvcc"][1]
 
 
-@pytest.mark.integration
 def test_a_toolkit_of_another_cuda_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(software, "_SYSTEM_TOOLKIT", str(_toolkit(tmp_path / "system", "12.4")))
     state, text = _verdicts(_plan(tmp_path, monkeypatch))["nvcc"]
@@ -239,7 +235,6 @@ def test_a_toolkit_of_another_cuda_fails(tmp_path: Path, monkeypatch: pytest.Mon
     assert "clang++ is not on the path" in found["C++ compiler"][1]
 
 
-@pytest.mark.integration
 def test_only_sglang_on_a_gpu_needs_a_toolkit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -3,6 +3,7 @@
 `test_liveness.py` has the same with processes that are really killed and stopped.
 """
 
+import contextlib
 import logging
 import os
 import socket
@@ -16,6 +17,7 @@ from typing import Any
 import pytest
 
 from common.errors import ServiceError
+from common.process import watchdog
 from common.process.topology import LOST, Topology
 from learning import liveness
 from learning.liveness import Liveness
@@ -63,7 +65,7 @@ class Run:
     def _reporter(self, rank: int) -> Any:
         def report(reason: str) -> str:
             self.reports.append(rank)
-            return ""
+            return f"the report of rank {rank}"
 
         return report
 
@@ -136,6 +138,32 @@ def events(
 
 
 @pytest.fixture
+def moves(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
+    """The count of progress of each rank, which here is a thread."""
+    found: dict[str, int] = {}
+
+    def total(*, with_others: bool) -> int:
+        assert with_others
+        return found.get(threading.current_thread().name, 0)
+
+    monkeypatch.setattr(liveness, "progress", SimpleNamespace(total=total))
+    return found
+
+
+@pytest.fixture
+def places(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """What the training loop of each rank does."""
+    found: dict[str, str] = {}
+
+    def place() -> tuple[str, float] | None:
+        text = found.get(threading.current_thread().name)
+        return None if text is None else (text, 5.0)
+
+    monkeypatch.setattr(watchdog, "place", place)
+    return found
+
+
+@pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch, events: dict[str, Any]) -> Run:
     return made(monkeypatch)
 
@@ -166,6 +194,8 @@ def test_ranks_that_are_done_end_nobody_and_say_before_where_they_are(
         assert all("where_others_are" in each.stacks for each in found)
         again = run.ranks[0].where_others_are()
         assert [each.pid for each in again] == [os.getpid()] * 2
+        assert [each.rank for each in watchdog.other_ranks()] == [1, 2]
+    assert watchdog.other_ranks() == []
     run.ended()
     assert events == {}
     assert run.reports == []
@@ -216,7 +246,7 @@ def test_a_lost_rank_is_named_and_one_of_the_others_reports_it(
 
 
 def test_when_no_rank_moves_all_end_and_rank_0_reports(
-    monkeypatch: pytest.MonkeyPatch, events: dict[str, Any]
+    monkeypatch: pytest.MonkeyPatch, events: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     run = made(monkeypatch, stuck_after_s=1.0)
     with run:
@@ -224,6 +254,152 @@ def test_when_no_rank_moves_all_end_and_rank_0_reports(
     assert {about["how"] for about in events.values()} == {"stuck"}
     assert len(events) == 3
     assert run.reports == [0]
+    assert "the report of rank 0" in caplog.text
+
+
+def test_one_rank_that_moves_keeps_all_going_and_each_says_where_it_is(
+    monkeypatch: pytest.MonkeyPatch,
+    events: dict[str, Any],
+    moves: dict[str, int],
+    places: dict[str, str],
+) -> None:
+    """Rank 0 hears the progress of the others. When none moves any more, it names all places."""
+    run = made(monkeypatch, stuck_after_s=1.0)
+    with run:
+        places["rank 1"] = "a step"
+        end = time.monotonic() + 2.5
+        while time.monotonic() < end:
+            moves["rank 2"] = moves.get("rank 2", 0) + 1
+            time.sleep(0.05)
+        assert run.statuses == {}
+        known = run.ranks[0]._known
+        wait(lambda: known[2].moves == moves["rank 2"])
+        assert [known[rank].moves for rank in range(3)] == [0, 0, moves["rank 2"]]
+        run.ended(0, 1, 2)
+    found = [part.partition(" (no progress")[0] for part in run.ranks[1]._stuck_at.split("; ")]
+    assert found == [
+        f"{name(0)}: outside the training loop",
+        f"{name(1)}: a step",
+        f"{name(2)}: outside the training loop",
+    ]
+
+
+def test_a_rank_that_joins_late_hears_who_has_ended(
+    monkeypatch: pytest.MonkeyPatch, events: dict[str, Any]
+) -> None:
+    monkeypatch.setattr(liveness, "_OWN_ERROR_S", 60.0)
+    run = made(monkeypatch)
+    first, second, late = run.ranks
+    for number, each in enumerate((first, second)):
+        each.__enter__()
+        assert each._thread is not None
+        each._thread.name = f"rank {number}"
+    run.leave(1, ValueError("wrong"))
+    wait(lambda: 1 in first._gone)
+    assert not first._all_joined.is_set()
+    late.__enter__()
+    assert late._thread is not None
+    late._thread.name = "rank 2"
+    wait(lambda: 1 in late._gone)
+    assert late._gone[1][0].reason == "ValueError: wrong"
+    assert run.statuses == {}, "each has time for an error of its own"
+    assert first._all_joined.is_set()
+    monkeypatch.setattr(liveness, "_OWN_ERROR_S", 0.0)
+    run.ended(0, 2)
+    for each in run.sockets:
+        each.close()
+
+
+def test_a_rank_whose_collective_failed_says_where_it_was(
+    run: Run, events: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    def reduce_gradients() -> None:
+        raise RuntimeError("connection closed by peer")
+
+    with run:
+        run.leave(2, ValueError("wrong"))
+        try:
+            reduce_gradients()
+        except RuntimeError as error:
+            run.ranks[1].__exit__(RuntimeError, error, error.__traceback__)
+        wait(lambda: set(run.statuses) == {"rank 0", "rank 1"})
+    of_rank_1 = [r.getMessage() for r in caplog.records if r.threadName == "rank 1"]
+    assert any("in reduce_gradients" in text for text in of_rank_1)
+
+
+def test_strangers_who_say_nothing_do_not_fill_the_room(
+    monkeypatch: pytest.MonkeyPatch, run: Run, events: dict[str, Any]
+) -> None:
+    """The oldest of more than two is cut."""
+    monkeypatch.setattr(liveness, "_MAX_UNAUTHENTICATED", 2)
+    with run:
+        address = ("127.0.0.1", run.sockets[0].getsockname()[1])
+        strangers = [socket.create_connection(address) for _ in range(3)]
+        wait(lambda: len(run.ranks[0]._unauthenticated) == 2)
+        strangers[0].settimeout(60)
+        with contextlib.suppress(ConnectionResetError):
+            assert strangers[0].recv(1) == b""
+        strangers[1].setblocking(False)
+        with pytest.raises(BlockingIOError):
+            strangers[1].recv(1)
+    run.ended()
+    for each in strangers[1:]:
+        each.settimeout(60)
+        with contextlib.suppress(ConnectionResetError):
+            assert each.recv(1) == b""
+    for each in strangers:
+        each.close()
+
+
+def test_a_process_that_was_stopped_itself_takes_nobody_for_lost(
+    monkeypatch: pytest.MonkeyPatch, events: dict[str, Any]
+) -> None:
+    """All ranks find that an hour has passed since they looked, in which they read nothing."""
+    late_s = 0.0
+
+    def monotonic() -> float:
+        return time.monotonic() + late_s
+
+    run = made(monkeypatch, lost_after_s=9.0)
+    with run, monkeypatch.context() as patch:
+        patch.setattr(liveness, "time", SimpleNamespace(monotonic=monotonic))
+        known = run.ranks[0]._known[1]
+        before = known.heard
+        wait(lambda: known.heard > before)
+        for each in run.ranks:
+            patch.setattr(each, "_broadcast", lambda message: None)
+        late_s = 3600.0
+        time.sleep(0.3)
+        assert events == {}
+        for each in run.ranks:
+            for known in each._known.values():
+                known.heard -= late_s
+        late_s = 0.0
+
+
+def test_a_single_process_has_nobody_to_watch() -> None:
+    ranks: Any = SimpleNamespace(rank=0, world_size=1, is_rank_zero=True)
+    alone = Liveness(ranks, Topology(), 60.0, stuck_after_s=60.0)
+    with alone:
+        assert alone._thread is None
+        assert alone.where_others_are() == []
+
+
+@pytest.mark.parametrize(
+    ("rank", "named"),
+    [
+        (0, "rank 0 on ppo-trainer-0 (10.0.0.1)"),
+        (5, "rank 5 on ppo-trainer-2 (10.0.0.3)"),
+        (6, "rank 6 on ppo-trainer-3"),
+    ],
+)
+def test_a_rank_is_named_by_its_node(
+    monkeypatch: pytest.MonkeyPatch, rank: int, named: str
+) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    ranks: Any = SimpleNamespace(rank=0, world_size=1, is_rank_zero=True)
+    alone = Liveness(ranks, Topology(node_ips=ADDRESSES), 60.0, stuck_after_s=60.0)
+    assert alone._name(rank) == named
 
 
 def test_a_rank_that_says_nothing_for_long_is_lost(

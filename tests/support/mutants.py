@@ -7,8 +7,9 @@ tried in a process of its own, forked after all imports, by the quick tests that
 function: those that notice nothing are printed. What is only wording is not changed: strings with
 a space, log lines, docstrings and annotations.
 
-Everything happens in a copy of the checkout, where the changed file has the change, too: the Python
-processes that a test starts read it. Which tests start one that reaches the function is not known.
+What a test forks has the change, and counts as reached. Everything happens in a copy of the
+checkout, where the changed file has the change, too: the Python processes that a test starts read
+it. Which tests start one that reaches the function is not known.
 With SLOW=1 the tests of `make test-slow` run as well, and all that may start processes try every
 change.
 
@@ -22,6 +23,7 @@ import contextlib
 import functools
 import gc
 import importlib
+import mmap
 import os
 import pickle
 import random
@@ -54,7 +56,7 @@ _TESTS = {
     "services/data/stream.py": ["tests/services/data"],
     "services/replay/store.py": ["tests/services/replay"],
     "trainer/audit": ["tests/trainer/audit", "tests/trainer/observe/test_audit.py"],
-    "services/sandbox": ["tests/services/reward"],
+    "services/sandbox": ["tests/services/sandbox", "tests/services/reward"],
 }
 """The tests of rooms that have no folder or file of tests of the same name."""
 _CPU_S = 10
@@ -64,6 +66,8 @@ _TIMES = 5
 _NOTICED = 1
 _COPY = "MUTANTS_IN_A_COPY"
 """Set in the process that works in the copy of the checkout."""
+_IN_TEST = 1
+_IN_SETUP = 2
 _Key = tuple[str, str, int]
 """The file, qualified name and first line of a function."""
 
@@ -155,18 +159,21 @@ class _Mutants:
     def _reached(self, session: pytest.Session) -> bytes:
         """Runs every test once; returns what each reaches."""
         found = _Reached()
+        keys = [_key(code) for code in self._all_codes()]
+        numbers = {key: number for number, key in enumerate(keys)}
+        # Shared with the processes that a test forks. Those that it executes are not seen.
+        seen = mmap.mmap(-1, len(keys))
         by_file = defaultdict(set)
         for index, item in enumerate(session.items):
             by_file[item.path].add(index)
 
         for index, item in enumerate(session.items):
-            # A fixture may be shared by the tests of a file.
-            together = by_file[item.path]
 
-            def saw(frame: FrameType, event: str, _: Any, index: int = index) -> None:
+            def saw(frame: FrameType, event: str, _: Any) -> None:
                 if frame.f_code.co_filename in self._files:
-                    tests = together if self._is_setup else {index}  # noqa: B023
-                    found.tests[_key(frame.f_code)] |= tests
+                    number = numbers.get(_key(frame.f_code))
+                    if number is not None:
+                        seen[number] |= _IN_SETUP if self._is_setup else _IN_TEST
 
             began = time.perf_counter()
             threading.settrace(saw)
@@ -174,12 +181,23 @@ class _Mutants:
             _run(session, [index])
             sys.settrace(None)
             threading.settrace(None)
+            for number, key in enumerate(keys):
+                if seen[number]:
+                    # A fixture may be shared by the tests of a file.
+                    is_shared = seen[number] & _IN_SETUP
+                    found.tests[key] |= by_file[item.path] if is_shared else {index}
+                    seen[number] = 0
             found.seconds[index] = time.perf_counter() - began
             if session.testsfailed:
                 session.testsfailed = 0
                 found.failed.append(item.nodeid)
         found.tests = dict(found.tests)
         return pickle.dumps(found)
+
+    def _all_codes(self) -> Iterator[CodeType]:
+        """Yields the code of every file, and of all functions in it."""
+        for path, tree in self._trees.items():
+            yield from _codes(compile(tree, path, "exec"))
 
     def _tests(self, session: pytest.Session, change: Change, reached: _Reached) -> list[int]:
         """Returns the tests that may notice a change, in their order."""

@@ -26,8 +26,6 @@ from services.sandbox import command, sandbox
 from services.sandbox.case_formats import parse_cases
 from tests.support.services.sandbox import code_function
 
-pytestmark = pytest.mark.integration
-
 
 @pytest.fixture(scope="module")
 def code() -> CodeRewardFunction:
@@ -116,6 +114,7 @@ def test_program_that_reads_input_is_not_chosen_for_calls() -> None:
     )
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize(
     "text",
     [
@@ -131,6 +130,7 @@ def test_the_program_is_found_in_bounded_time(text: str) -> None:
     assert time.process_time() - before < 20
 
 
+@pytest.mark.integration
 def test_standard_input_and_output(code: CodeRewardFunction) -> None:
     cases = [
         {"input": "1 2\n", "output": "3\n"},
@@ -149,6 +149,7 @@ def test_standard_input_and_output(code: CodeRewardFunction) -> None:
     )
 
 
+@pytest.mark.integration
 def test_results_of_calls_are_compared(code: CodeRewardFunction) -> None:
     source = "def f(x, y=0): return x + y\nclass Solution:\n    def g(self, x): return (x, {1: 'é', 'k': [None, 1.5]})\n"
     cases = [
@@ -173,6 +174,7 @@ def test_results_of_calls_are_compared(code: CodeRewardFunction) -> None:
     ]
 
 
+@pytest.mark.integration
 def test_any_iterable_may_stand_for_a_list(code: CodeRewardFunction) -> None:
     source = (
         "import array, collections\n"
@@ -224,6 +226,7 @@ def test_any_iterable_may_stand_for_a_list(code: CodeRewardFunction) -> None:
     ]
 
 
+@pytest.mark.integration
 def test_assert_lines(code: CodeRewardFunction) -> None:
     source = "import fractions\ndef f(x): return x * 2\ndef s(): return {1, 2}\ndef o(): return object()\n"
     cases = [
@@ -273,12 +276,14 @@ HARMLESS = {
 }
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("name", HARMLESS)
 def test_harmless_programs_run(code: CodeRewardFunction, name: str) -> None:
     [result] = code.results(HARMLESS[name], [{"input": "", "output": "ok"}])
     assert result.status == "passed", result
 
 
+@pytest.mark.integration
 def test_large_input_and_much_output_pass_through(code: CodeRewardFunction) -> None:
     text = "\n".join(map(str, range(200_000)))
     assert statuses(
@@ -291,6 +296,7 @@ def test_large_input_and_much_output_pass_through(code: CodeRewardFunction) -> N
     ]
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize(
     ("program", "cases"),
     [
@@ -328,6 +334,7 @@ def test_large_values_pass_through(
     assert statuses(code, program, cases) == ["passed"] * len(cases)
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize(
     ("program", "case"),
     [
@@ -351,6 +358,7 @@ def test_what_is_over_the_limit_of_output_has_a_status_that_says_so(
     assert result.detail == "more than 2 KB (output_kb)"
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize(
     "case",
     [
@@ -369,6 +377,7 @@ def test_a_case_that_expects_more_than_the_limit_is_refused(case: Any) -> None:
     assert caught.value.field == "items[0].columns.test_cases"
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize(
     "program",
     [
@@ -387,6 +396,7 @@ def test_standard_input_is_a_file(code: CodeRewardFunction, program: str) -> Non
     assert statuses(code, program, [{"input": "1 2\n3 4\n", "output": "8"}]) == ["passed"]
 
 
+@pytest.mark.integration
 def test_a_program_cannot_change_its_input_or_keep_something_in_it(
     code: CodeRewardFunction,
 ) -> None:
@@ -403,6 +413,7 @@ def test_a_program_cannot_change_its_input_or_keep_something_in_it(
     assert statuses(code, program, cases) == ["passed"] * 3
 
 
+@pytest.mark.integration
 def test_partial_credit_and_all_or_nothing(code: CodeRewardFunction) -> None:
     cases = [
         [
@@ -426,6 +437,7 @@ def test_partial_credit_and_all_or_nothing(code: CodeRewardFunction) -> None:
     ]
 
 
+@pytest.mark.integration
 def test_the_time_of_all_cases_is_bounded_too() -> None:
     code = code_function(timeout_s=0.2, partial_credit=True)
     results = code.results("while True: pass", [{"input": "", "output": ""}] * 20)
@@ -467,6 +479,7 @@ def test_test_cases_may_be_json_text() -> None:
     assert len(parse_cases("assert f(1) == 1")) == 1
 
 
+@pytest.mark.integration
 def test_many_threads_share_the_slots(code: CodeRewardFunction) -> None:
     found: list[float] = []
 
@@ -481,6 +494,7 @@ def test_many_threads_share_the_slots(code: CodeRewardFunction) -> None:
     assert found == [1.0] * 16
 
 
+@pytest.mark.integration
 def test_without_bubblewrap_code_is_refused_with_the_remedy(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -492,6 +506,7 @@ def test_without_bubblewrap_code_is_refused_with_the_remedy(
         create_reward_app(RewardSection(functions=["code"]))
 
 
+@pytest.mark.integration
 @pytest.mark.usefixtures("code")
 def test_leaky_sandbox_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = command.bwrap_options
@@ -505,6 +520,7 @@ def test_leaky_sandbox_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "set its `sandbox` to none" in str(caught.value.remedy)
 
 
+@pytest.mark.integration
 @pytest.mark.usefixtures("code")
 def test_a_named_interpreter_brings_its_packages_and_must_be_readable() -> None:
     with tempfile.TemporaryDirectory(
@@ -533,6 +549,7 @@ def test_a_named_interpreter_brings_its_packages_and_must_be_readable() -> None:
         CodeRewardFunction(python="/nowhere/python")
 
 
+@pytest.mark.integration
 @pytest.mark.usefixtures("code")
 @pytest.mark.parametrize("variant", command.VARIANTS, ids=str)
 def test_sandbox_contains_without_features_that_some_machines_lack(
@@ -544,6 +561,7 @@ def test_sandbox_contains_without_features_that_some_machines_lack(
     CodeRewardFunction()  # the constructor tries to break out of the sandbox
 
 
+@pytest.mark.integration
 def test_sandbox_that_fails_now_and_then_is_retried_and_never_scores_zero(
     code: CodeRewardFunction, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -563,6 +581,7 @@ def test_sandbox_that_fails_now_and_then_is_retried_and_never_scores_zero(
     assert score.reason.startswith("it did not start")
 
 
+@pytest.mark.integration
 def test_operator_can_turn_the_sandbox_off_explicitly() -> None:
     code = CodeRewardFunction(timeout_s=0.5, sandbox="none", slots=2)
     cases = [[{"input": "", "output": "1"}]] * 3
@@ -588,6 +607,7 @@ async def http(code: CodeRewardFunction) -> AsyncIterator[httpx.AsyncClient]:
         yield client
 
 
+@pytest.mark.integration
 async def test_the_reward_server_scores_code_and_math_in_one_batch(http: httpx.AsyncClient) -> None:
     program = block("print(int(input()) + 1)")[0]["content"]
     cases = [{"input": "1", "output": "2"}, {"input": "5", "output": "6"}]
@@ -619,6 +639,7 @@ async def test_the_reward_server_scores_code_and_math_in_one_batch(http: httpx.A
     assert refused.json()["error"]["field"] == "items[1].columns.test_cases"
 
 
+@pytest.mark.integration
 async def test_a_server_without_code_needs_no_sandbox(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
     async with RewardService(RewardSection()) as scorer:

@@ -9,9 +9,9 @@ import pytest
 from common.errors import InvalidInput
 from services.reward.functions import CodeRewardFunction
 from services.sandbox.case_formats import parse_cases
+from services.sandbox.cases import Case
+from tests.support.services.one_process import outcome
 from tests.support.services.sandbox import code_function
-
-pytestmark = pytest.mark.integration
 
 RIGHT = """\
 import asyncio
@@ -792,22 +792,35 @@ def score(code: CodeRewardFunction, program: str, cases: Any, **columns: Any) ->
     return code.scores([completion], test_cases=[cases], **columns)[0].value
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_a_right_program_passes_and_a_wrong_one_does_not(
-    code: CodeRewardFunction, form: str
-) -> None:
-    test = FORMS[form]
+def cases_of(test: Any) -> list[Case]:
     is_column = isinstance(test, dict) or test.startswith("{")
-    cases = test if is_column else [test]
-
-    assert score(code, RIGHT, cases) == 1.0
-    assert score(code, WRONG, cases) == 0.0
+    return parse_cases(test if is_column else [test])
 
 
-@pytest.mark.parametrize("form", ON_STATE)
-def test_a_test_reaches_what_a_program_keeps(code: CodeRewardFunction, form: str) -> None:
-    assert score(code, STATE, [ON_STATE[form]]) == 1.0
-    assert score(code, STATE_WRONG, [ON_STATE[form]]) == 0.0
+@pytest.mark.integration
+@pytest.mark.parametrize(
+    ("forms", "right", "wrong"),
+    [(FORMS, RIGHT, WRONG), (ON_STATE, STATE, STATE_WRONG)],
+    ids=["values", "state"],
+)
+def test_a_right_program_passes_and_a_wrong_one_does_not_in_the_sandbox(
+    code: CodeRewardFunction, forms: dict[str, Any], right: str, wrong: str
+) -> None:
+    for form, test in forms.items():
+        cases = cases_of(test)
+        found = [result.status for result in code._sandbox.run(right, cases)]
+        assert found == ["passed"] * len(cases), form
+        found = [result.status for result in code._sandbox.run(wrong, cases)]
+        assert found != ["passed"] * len(cases), form
+
+
+@pytest.mark.parametrize("form", [*FORMS, *ON_STATE])
+def test_a_right_program_passes_and_a_wrong_one_does_not(form: str) -> None:
+    right, wrong = (STATE, STATE_WRONG) if form in ON_STATE else (RIGHT, WRONG)
+    for case in cases_of(ON_STATE.get(form) or FORMS[form]):
+        if case.test is not None:
+            assert outcome(right, case) == "passed"
+            assert outcome(wrong, case) != "passed"
 
 
 @pytest.mark.parametrize("form", CANNOT_FAIL)
@@ -825,14 +838,12 @@ def test_an_assert_that_is_always_true_is_refused(form: str) -> None:
 
 
 @pytest.mark.parametrize("form", SWALLOWED)
-def test_a_failed_check_fails_the_test_although_a_handler_catches_it(
-    code: CodeRewardFunction, form: str
-) -> None:
-    test = SWALLOWED[form]
+def test_a_failed_check_fails_the_test_although_a_handler_catches_it(form: str) -> None:
+    [case] = parse_cases([SWALLOWED[form]])
     raises = "def double(x):\n    if x < 0:\n        raise ValueError(x)\n    return 2 * x"
 
-    assert score(code, raises, [test]) == 1.0
-    assert score(code, "def double(x):\n    return 2 * x + 1", [test]) == 0.0
+    assert outcome(raises, case) == "passed"
+    assert outcome("def double(x):\n    return 2 * x + 1", case) != "passed"
 
 
 @pytest.mark.parametrize("form", SKIPPED)
@@ -859,6 +870,7 @@ def test_what_is_missing_of_pytest_is_named() -> None:
         parse_cases(["import pytest\nwith pytest.warns(UserWarning):\n    double(2)\nassert True"])
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize(
     "test",
     [
@@ -873,6 +885,7 @@ def test_a_package_that_programs_lack_is_refused(code: CodeRewardFunction, test:
     assert "`python` of the reward function code" in str(caught.value.remedy)
 
 
+@pytest.mark.integration
 def test_arrays_are_compared_where_programs_have_numpy() -> None:
     code = CodeRewardFunction(
         timeout_s=30, partial_credit=True, slots=1, memory_mb=8192, python=sys.executable,
@@ -927,6 +940,7 @@ def test_patches_are_refused(text: str) -> None:
         parse_cases([text])
 
 
+@pytest.mark.integration
 def test_one_is_not_true(code: CodeRewardFunction) -> None:
     tests = ["assert f(0) is True", "assert f(0) is None", "assert f(0) is not True"]
     for value, passed in (("True", 0), ("None", 1), ("1", 2)):
@@ -936,6 +950,7 @@ def test_one_is_not_true(code: CodeRewardFunction) -> None:
     assert score(code, "def f(x):\n    return 1", ["assert f(0) is True"]) == 0.0
 
 
+@pytest.mark.integration
 def test_check_gets_the_function_that_the_column_names(code: CodeRewardFunction) -> None:
     program = "def double(x):\n    return 2 * x\ndef last(x):\n    return 0"
     test = "def check(candidate):\n    assert candidate(2) == 4"
@@ -944,6 +959,7 @@ def test_check_gets_the_function_that_the_column_names(code: CodeRewardFunction)
     assert score(code, program, [test], entry_point=["last"]) == 0.0
 
 
+@pytest.mark.integration
 def test_check_gets_a_method_of_solution(code: CodeRewardFunction) -> None:
     program = "class Solution:\n    def double(self, x):\n        return 2 * x"
     test = "def check(candidate):\n    assert candidate(2) == 4"
@@ -951,6 +967,7 @@ def test_check_gets_a_method_of_solution(code: CodeRewardFunction) -> None:
     assert score(code, program, [test]) == 1.0
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize(
     ("printed", "expected", "value"),
     [
@@ -976,6 +993,7 @@ def test_printed_numbers_are_compared_as_numbers(
     assert score(code, f"print({printed!r})", [{"input": "", "output": expected}]) == value
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize(
     ("program", "cases"),
     [
@@ -1002,6 +1020,7 @@ def test_programs_as_people_write_them(code: CodeRewardFunction, program: str, c
     assert score(code, program, cases) == 1.0
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize(
     "response",
     [
@@ -1018,6 +1037,7 @@ def test_where_a_program_stands(code: CodeRewardFunction, response: str) -> None
     assert scores[0].value == 1.0
 
 
+@pytest.mark.integration
 def test_prose_is_no_program(code: CodeRewardFunction) -> None:
     completion = [{"role": "assistant", "content": "I would print(5) here."}]
 
