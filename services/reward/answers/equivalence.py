@@ -153,8 +153,8 @@ def _unevaluated(expected: Reading, given: Reading) -> bool:
         # 2:3 is a ratio, of which the parts may be expressions.
         if _is_number(value) and ":" not in texts_of(value.source)
     ]
-    expressions = [value for value in _values(given) if not _is_number(value)]
-    return any(same_values(*pair) for pair in product(numbers, expressions))
+    pairs = product(numbers, _values(given))
+    return any(not _is_number(value) and same_values(each, value) for each, value in pairs)
 
 
 def _is_number(value: Value) -> bool:

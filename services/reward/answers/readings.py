@@ -18,7 +18,6 @@ from services.reward.answers.expressions import (
     ZERO,
     Expression,
     Number,
-    Operation,
     Parser,
     Unknown,
     number,
@@ -539,7 +538,7 @@ def _inequality(nodes: list[Expression], signs: list[str]) -> Reading:
 
 def _below(side: Expression, bound: Expression, is_closed: bool) -> Region | None:
     """Returns the region where x, -x or |x| is below a constant; None for other sides."""
-    sign = side.name if isinstance(side, Operation) else ""
+    sign = side.name if side.operands else ""
     inner = side.operands[0] if sign in ("neg", "abs") else side
     if not isinstance(inner, Unknown):
         return None
