@@ -36,10 +36,9 @@ from common.settings.config import Config, load
 from common.wire.codec import decode_groups
 from trainer.policy.scorer import load_tokenizer
 from trainer.rollouts.collector import Collector
-from trainer.rollouts.context import RolloutContext
 from trainer.rollouts.ground_truths import GroundTruthCheck
 from trainer.rollouts.prompt_cursor import PromptCursor, PromptProgress
-from trainer.rollouts.services import Services
+from trainer.rollouts.services import RolloutContext, Services
 from trainer.timing import StageClock
 
 COMPLETIONS = 8

@@ -6,7 +6,6 @@ time depends less on what else runs than the time that passes; still, a machine 
 shared takes up to half more of it.
 """
 
-import json
 import os
 import sys
 import tempfile
@@ -15,7 +14,6 @@ from collections import defaultdict
 from contextlib import suppress
 from pathlib import Path
 from statistics import mean
-from typing import Any
 
 import psutil
 
@@ -23,6 +21,7 @@ from benchmarks.command import command_parser
 from benchmarks.learning import CONFIG
 from benchmarks.processes import ROOT
 from common.process.cli import positive
+from trainer.observe.run_dir import read_lines
 
 _JOBGROUP = "jobgroup/rlhf-math-jobgroup.yaml"
 _WARM_UP = 5
@@ -51,15 +50,6 @@ def start(directory: Path, steps: int) -> psutil.Popen:
         return psutil.Popen(command, cwd=ROOT, env=environment, stdout=output, stderr=output)
 
 
-def records(directory: Path) -> list[dict[str, Any]]:
-    """Returns the steps so far."""
-    try:
-        lines = (directory / "metrics.jsonl").read_text().splitlines()
-    except FileNotFoundError:
-        return []
-    return [json.loads(line) for line in lines]
-
-
 def processor_seconds(group: psutil.Popen) -> dict[str, float]:
     """Returns the processor time so far of every process of the job group, by id and command."""
     found: dict[str, float] = {}
@@ -75,7 +65,7 @@ def wait_for(directory: Path, steps: int, group: psutil.Popen) -> int:
     """Returns the number of steps once there are `steps`. Raises RuntimeError if the run ends
     before.
     """
-    while (done := len(records(directory))) < steps:
+    while (done := len(read_lines(directory / "metrics.jsonl"))) < steps:
         if group.poll() is not None:
             raise RuntimeError((directory / "output.txt").read_text()[-4000:])
         time.sleep(_POLL_S)
@@ -92,7 +82,7 @@ def measure(steps: int) -> None:
         before = processor_seconds(group)
         last = wait_for(directory, _WARM_UP + steps, group)
         after = processor_seconds(group)
-        counted = records(directory)[first:last]
+        counted = read_lines(directory / "metrics.jsonl")[first:last]
         group.wait()
     spent = {name: seconds - before.get(name, seconds) for name, seconds in after.items()}
     for name, seconds in sorted(spent.items(), key=lambda item: -item[1]):

@@ -304,7 +304,7 @@ MISTAKES = [
         "RUN_DIR|no step is recorded|rlhf diagnose",
     ),
     Mistake(
-        "the replay of a run without a step",
+        "the audit of a run without a step",
         "trainer.audit FOLDER/stepless --step 1",
         "RUN_DIR|no step is recorded|rlhf diagnose",
     ),

@@ -299,7 +299,9 @@ def _kill(
             begun = time.monotonic()
             while not server.answers:
                 time.sleep(_LOOK_EVERY_S)
-            start_s = max(start_s / 2, time.monotonic() - begun)
+            # The first start also unpacks and waits for all tasks: the loops are shorter than that.
+            if killed:
+                start_s = max(start_s / 2, time.monotonic() - begun)
         is_last = killed.total() >= kills
         wait_s = _STUCK_S if is_last else chance.uniform(0, arguments.pause * start_s)
         if not _all_run_for(wait_s, running):

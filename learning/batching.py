@@ -1,21 +1,23 @@
-"""Splits a batch into mini-batches, shares for the ranks and micro-batches.
+"""Splits a batch into mini-batches, shares for the ranks and micro-batches, and goes through these.
 
-Pure functions over lengths and indices, so that every rank splits the same batch the same way
-without communication. A rank knows the sizes of all rows, and has the tokens of its own ones.
+The functions that split are pure ones over lengths and indices, so that every rank splits the same
+batch the same way without communication. A rank knows the sizes of all rows, and has the tokens of
+its own ones. `score_shared` and `micro_batch_passes` go through the micro-batches, on every rank.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 
 from common.process import progress
 from common.settings.sections import TrainerSection
 from common.wire.schemas import Float32, Int32
 from learning.ranks import Ranks
+from learning.sharding import sum_gradients_after
 
 Indices = NDArray[np.int64]
 
@@ -262,3 +264,32 @@ def by_row(scored: Sequence[tuple[Indices, Tensor]], lengths: Indices) -> list[F
         for index, values in zip(indices.tolist(), own, strict=True):
             found[index] = values
     return found
+
+
+def micro_batch_passes(
+    model: nn.Module,
+    ranks: Ranks,
+    sizes: Sizes,
+    rows: Indices,
+    settings: TrainerSection,
+) -> Iterator[tuple[Indices, bool]]:
+    """Yields the rows of each pass of this rank, and whether they are its own; the caller computes
+    their gradient before the next.
+
+    Sharded models need equally many passes on every rank. A rank that has run out of its own rows
+    gets its spare one, whose loss it multiplies by 0.
+    """
+    parts = micro_batches(
+        sizes,
+        rows,
+        ranks,
+        max_tokens=settings.pass_tokens,
+        max_rows=settings.micro_batch_size,
+    )
+    for number, indices in enumerate(parts, 1):
+        sum_gradients_after(model, ranks, last=number == len(parts))
+        if len(indices):
+            yield indices, True
+        elif ranks.sharded:
+            yield sizes.spare(ranks.share), False
+        progress.moved()

@@ -37,11 +37,10 @@ from trainer.policy.policy import Policy
 from trainer.policy.reference import Reference
 from trainer.policy.scorer import load_tokenizer, stop_token_ids
 from trainer.policy.trained_prompts import TrainedPrompts, style_of
-from trainer.rollouts.context import RolloutContext
 from trainer.rollouts.ground_truths import GROUND_TRUTHS, GroundTruthCheck
 from trainer.rollouts.prompt_cursor import PromptProgress
 from trainer.rollouts.rollouts import Rollouts
-from trainer.rollouts.services import Services, flush_all
+from trainer.rollouts.services import RolloutContext, Services, flush_all
 from trainer.rollouts.teacher import Teacher
 from trainer.run import Listener, Run
 from trainer.timing import StageClock
@@ -105,6 +104,9 @@ def build_run(
         publisher = leader.publisher
         rollouts = leader.rollouts(policy, state)
     critic = value_function(config, ranks, saved)
+    if leader is not None:
+        # Loading takes minutes, and what begins last at the services ends the run before it.
+        leader.lock.check()
     steps = rollouts.prepare(policy.step, continues) if rollouts else 0
     policy.total_steps = ranks.broadcast(steps)
 

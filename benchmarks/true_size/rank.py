@@ -162,7 +162,7 @@ def _recorded_answers(device: Device) -> None:
 
 def replace_model(device: Device, record: Path) -> None:
     """Replaces the model's passes in this process by the modelled GPU."""
-    from learning import micro_batch_passes as passes
+    from learning import batching
     from learning.optimizer import Optimizer
     from learning.ranks import Ranks
     from trainer.algorithms.batch import Batch, MicroBatch
@@ -200,7 +200,7 @@ def replace_model(device: Device, record: Path) -> None:
     _recorded(WeightSync, "gather", "publish", device)
     _recorded(WeightSync, "publish", "publish", device)
     _recorded(Run, "end_step", "record", device)
-    _recorded(passes, "micro_batches", "pack", device)
+    _recorded(batching, "micro_batches", "pack", device)
     _recorded(MicroBatch, "of", "pack", device)
 
     inner = Run.end_step

@@ -25,8 +25,7 @@ from common.errors import ServiceError, ServiceLost, Unauthorized, shorten
 from common.process import logs, progress, watchdog
 from common.process.progress import Progress
 from common.process.security import authorization
-from common.wire.attempts import ASKED_ATTEMPT, ATTEMPT, PROGRESS, WORKING
-from common.wire.store_mark import STORE_HEADER, StoreMark
+from common.wire.headers import ASKED_ATTEMPT, ATTEMPT, PROGRESS, STORE_HEADER, WORKING, StoreMark
 
 log = logging.getLogger(__name__)
 _T = TypeVar("_T")

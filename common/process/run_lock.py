@@ -112,7 +112,13 @@ class RunLock:
         # The kernel's lock says enough if the last holder was on this machine.
         alone = locked and before.get("machine", self._own["machine"]) == self._own["machine"]
         if locked is False or (before and not alone and self._lives(before)):
-            raise self._in_use(self._read() or before)
+            raise ConfigError(
+                f"{_who(self._read() or before)} is using this directory",
+                code="run_in_use",
+                field=self._field,
+                value=str(self._path.parent),
+                remedy="end that run, or give this one its own directory",
+            )
         # Of two waiting runs that take over at the same moment, the last one to write has it; the
         # other one's next heartbeat sees that.
         self._write()
@@ -179,15 +185,6 @@ class RunLock:
             os.pwrite(self._file, json.dumps(self._own).encode().ljust(_SIZE), 0)
         except OSError as error:  # the kernel's lock works without it
             log.warning("the heartbeat in %s cannot be written: %s", self._path, error)
-
-    def _in_use(self, holder: Json) -> ConfigError:
-        return ConfigError(
-            f"{_who(holder)} is using this directory",
-            code="run_in_use",
-            field=self._field,
-            value=str(self._path.parent),
-            remedy="end that run, or give this one its own directory",
-        )
 
 
 def _who(holder: Json) -> str:

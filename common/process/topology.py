@@ -220,11 +220,16 @@ class Topology:
         place = self._local(f"{task}-{self.node_rank}.{self.group}")
         return place.address, port + place.port_shift
 
+    @property
+    def is_one_machine(self) -> bool:
+        """Whether all tasks are on this machine."""
+        return self.group is None or bool(self.local_hosts)
+
     def loopback_env(self) -> dict[str, str]:
         """Returns the variables without which torch.distributed's rendezvous hangs if all tasks are
         on this machine.
         """
-        if self.group is not None and not self.local_hosts:
+        if not self.is_one_machine:
             return {}
         return {
             "GLOO_SOCKET_IFNAME": os.environ.get(

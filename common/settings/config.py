@@ -110,6 +110,7 @@ class SettingsSubset:
 
     def check(self, config: Config) -> None:
         """Raises ConfigError for a setting that is not read."""
+        # What equals the default was not set, or makes no difference.
         plain = Config()
         for name in names():
             if name in self.reads:
@@ -155,6 +156,7 @@ def load(
         raise SystemExit(0)
     path = path or env.get("RUN_CONFIG") or None
     try:
+        # All programs of a job group know its name, and so find one directory without being told.
         run_dir = f"runs/{Topology.from_env(env).group or 'local'}"
         values: dict[str, Any] = {"trainer": {"run_dir": run_dir}}
         for name, own in subset.defaults.items():
@@ -189,6 +191,7 @@ def names() -> dict[str, FieldInfo]:
     """Returns every setting by name, such as `trainer.batch_size`."""
     found: dict[str, FieldInfo] = {}
     for name, field in Config.model_fields.items():
+        # A section has settings below it; `seed` and `state_dir` stand at the top.
         inner = getattr(field.annotation, "model_fields", None)
         if inner:
             found |= {f"{name}.{key}": value for key, value in inner.items()}
@@ -209,6 +212,7 @@ def main(run: Callable[[Config], None], prog: str) -> None:
 
 def from_validation(error: ValidationError) -> ConfigError:
     """Converts the first problem of a pydantic error into a ConfigError."""
+    # One at a time: mending the first often removes those that follow from it.
     first = error.errors()[0]
     # Without list indices.
     place = ".".join(str(part) for part in first["loc"] if not isinstance(part, int))
@@ -248,6 +252,7 @@ def misspelt(variable_name: str) -> str:
         name = variable_name.removeprefix(PREFIX).lower().replace("__", ".")
         meant = [] if name in known else list(map(variable, near(name, known)))
         return " or ".join(meant) if meant or name in known else "RLHF_SECTION__FIELD"
+    # `LEARNING_RATE` looks like the short names, of which there are few: the full one is meant.
     leaf = variable_name.lower()
     meant = difflib.get_close_matches(variable_name.upper(), _VARIABLES, n=1, cutoff=0.8)
     if not meant and "_" in leaf:

@@ -575,10 +575,10 @@ class TrainerSection(Section):
     """Directory of configuration, metrics, samples and checkpoints. Unset: `runs/<group
     name>`."""
     weight_sync: Literal["http", "shared", "distributed"] = "http"
-    """How weights reach the engines. `http`: every rollout node downloads files. `shared`: it reads
-    them from `run_dir` on a volume that all nodes mount at the same path. `distributed`: NCCL or
-    gloo broadcasts the tensors into the running engines; a node that cannot take part downloads the
-    files."""
+    """How weights reach the engines. `http`: every rollout node downloads files, or reads them if
+    the job group is on one machine. `shared`: it reads them from `run_dir` on a volume that all
+    nodes mount at the same path. `distributed`: NCCL or gloo broadcasts the tensors into the
+    running engines; a node that cannot take part downloads the files."""
 
     @property
     def pass_tokens(self) -> int:

@@ -32,6 +32,7 @@ def packaged(path: Path, folder: str = ".") -> Path:
 
     So `jobgroup/configs/tiny-cpu.yaml` is found even when the working directory is not a checkout.
     """
+    # The folder of the packages: a checkout, or site-packages of an installed wheel.
     root = Path(__file__).resolve().parents[2]
     return next(
         (each for each in (path, root / path, root / folder / path) if each.is_file()), path
@@ -45,6 +46,8 @@ def variable(setting: str) -> str:
 
 def take_config_option(argv: list[str]) -> tuple[str | None, list[str]]:
     """Returns the file named by `--config`, and the other arguments."""
+    # argparse knows `--config FILE` and `--config=FILE`. The rest has names such as
+    # `--section.field`, of which it must neither complete one nor end the program for one.
     parser = ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument("--config")
     try:
@@ -76,6 +79,7 @@ def from_words(words: Iterable[str], known: Mapping[str, FieldInfo]) -> dict[str
             raise ConfigError("it has no value", field=option, remedy=_FORM)
 
         value = read_text(known[name], text, option)
+        # Only what the command line said before goes on: a list in a file is replaced.
         before = earlier.get(name)
         if isinstance(value, list) and isinstance(before, list):
             value = before + value
@@ -96,6 +100,7 @@ def read_text(field: FieldInfo, text: str, name: str) -> Any:
         return text
     if text in ("None", "null"):
         return None
+    # Only these begin JSON. Any other text may be a name that YAML would read as a number or date.
     if text[:1] in "[{" and text:
         try:
             read = read_yaml(text)
@@ -106,9 +111,11 @@ def read_text(field: FieldInfo, text: str, name: str) -> Any:
                 value=text,
                 remedy="write it as JSON",
             ) from None
+        # A mapping alone is a list of one: `--reward.functions '{"name": "judge"}'`.
         return [read] if is_list(field) and not isinstance(read, list) else read
     kind = get_origin(field.annotation)
     if is_list(field) or kind is tuple:
+        # Without text `split` would give a list with an empty entry.
         return [part.strip() for part in text.split(",")] if text else []
     if kind is dict and "=" in text:
         return dict(part.partition("=")[::2] for part in text.split(","))
@@ -201,8 +208,10 @@ def from_env(env: Mapping[str, str], known: Mapping[str, FieldInfo]) -> dict[str
     """
     content = dict[str, Any]()
     for name, keys in SHORT_NAMES.items():
+        # An empty variable counts as unset, as with a shell's `${NAME:-}`.
         if env.get(name):
             put(content, keys, env[name])
+    # In one order on every machine, so that of two mistakes the same one is reported.
     for name, value in sorted(env.items()):
         if name.startswith(PREFIX):
             setting = name.removeprefix(PREFIX).lower().replace("__", ".")
@@ -243,6 +252,7 @@ def near(name: str, known: Iterable[str]) -> list[str]:
     if found:
         return found
     meant = name.rpartition(".")[2]
+    # `trainer.learning_rate` means `optimizer.learning_rate`: the section alone was wrong.
     leaf = difflib.get_close_matches(meant, leaves.values(), n=1, cutoff=0.8)
     return [setting for setting in leaves if leaves[setting] in leaf]
 
@@ -253,6 +263,7 @@ def unknown(known: Iterable[str], name: str, field: str, value: object = None) -
     """
     name = name.replace("-", "_") or '""'
     likely = near(name, known)
+    # The remedy has the spelling that was used: a variable, an option, or a key of a file.
     if field.startswith(PREFIX):
         written = [variable(setting) for setting in likely]
     else:

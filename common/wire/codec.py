@@ -98,6 +98,7 @@ def unpack(body: bytes) -> Any:
 
     def count(items: Any) -> Any:
         nonlocal left
+        # One for the container too: empty ones take a byte on the wire and 64 in memory.
         left = left - 1 - len(items)
         if left < 0:
             raise ValueError(f"it has more than {MAX_ITEMS} items")
@@ -129,6 +130,7 @@ def parse_json(body: bytes) -> Any:
             value=len(body),
             remedy=remedy,
         )
+    # No byte counts for more than two items, so that short bodies need no counting.
     if 2 * len(body) > MAX_JSON_ITEMS and _json_items(body) > MAX_JSON_ITEMS:
         raise TooLarge(
             f"the body has more than {MAX_JSON_ITEMS} items",
@@ -176,8 +178,10 @@ def _json_items(body: bytes) -> int:
             match = _BACKSLASHES.match(body, end)
             end = match.end() if match else end
         parts = body[begin:end].replace(b"\\\\", b"").replace(b'\\"', b"").split(b'"')
+        # Cut at its quotes, every other part of the text is outside strings.
         for part in parts[in_text::2]:
             found += part.count(b",") + 2 * (part.count(b"{") + part.count(b"["))
+        # An odd number of quotes ends the chunk within a string, or leaves one.
         in_text ^= len(parts) % 2 == 0
         begin = end
     return found
@@ -295,6 +299,7 @@ def _of_group(group: Group) -> _Problems:
     if group.metadata:
         try:
             json.dumps(group.metadata, allow_nan=False, ensure_ascii=False).encode()
+            # Whole numbers beyond 64 bits are JSON, but no msgpack.
             encode(group.metadata)
         except (ValueError, TypeError, OverflowError, RecursionError):
             yield (
@@ -344,6 +349,7 @@ def _of_kept_tokens(completion: Completion) -> _Problems:
     """Checks the tokens that truncated sampling kept: each token was sampled from its own."""
     counts = completion.kept_counts
     kept = completion.kept_tokens
+    # Nothing was truncated: all tokens of the vocabulary were kept, and none is listed.
     if not len(counts):
         if len(kept):
             yield ".kept_counts", "kept_tokens need their counts"
@@ -369,6 +375,7 @@ def _of_routed_experts(group: Group) -> _Problems:
     if rest:
         yield ".prompt_routed_experts", "every token of the prompt has as many bytes"
     for i, completion in enumerate(group.completions):
+        # The last token is sampled and never computed.
         computed = len(completion.token_ids) - 1
         if len(completion.routed_experts) != computed * size:
             yield (
@@ -381,12 +388,14 @@ def _of_routed_experts(group: Group) -> _Problems:
 def _invalid(error: str, content: Any, where: str) -> InvalidInput:
     """Splits msgspec's error into reason and path, and adds the value at that path."""
     reason = error.split(" - at `", 1)[0]
+    # msgspec names the innermost path first where one of our own errors is inside another.
     path = "".join(reversed(re.findall(r" - at `(?:key` in `)?\$([^`]*)`", error)))
     if field := re.search("field `(.*)`", reason):  # missing or unknown
         path += f".{field[1]}"
     value = content
     for name, index in re.findall(r"\.(\w+)|\[(\d+)\]", path):
         try:
+            # A field that is missing has a path, but no value.
             value = value[name or int(index)]
         except (KeyError, IndexError, TypeError):
             value = None

@@ -116,7 +116,10 @@ class PromptStream(SqliteStore):
             if request_id is not None:
                 position = self._repeated(request_id, stream, count)
             if position is None:
-                position = self._advance(db, stream, count)
+                position, served = self._cursor(db, stream)
+                self._set_cursor(db, stream, position + count, served + count)
+                if shuffle and self._curriculum:
+                    self._curriculum.draw(db, position, count)
                 if request_id is not None:
                     self._remember(request_id, stream, position=position, count=count)
 
@@ -134,14 +137,6 @@ class PromptStream(SqliteStore):
             epoch=position // len(self.prompts),
             position=position,
         )
-
-    def _advance(self, db: sqlite3.Connection, stream: str, count: int) -> int:
-        """Moves a cursor on by `count` prompts. Returns where it was."""
-        position, served = self._cursor(db, stream)
-        self._set_cursor(db, stream, position + count, served + count)
-        if stream == _SHUFFLED and self._curriculum:
-            self._curriculum.draw(db, position, count)
-        return position
 
     @staticmethod
     def _cursor(db: sqlite3.Connection, stream: str) -> tuple[int, int]:

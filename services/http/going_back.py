@@ -6,7 +6,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from common.errors import Conflict
-from common.wire.store_mark import STORE_HEADER, StoreMark
+from common.wire.headers import STORE_HEADER, StoreMark
 from services.http.errors import error_response
 from services.http.sqlite_store import SqliteStore
 

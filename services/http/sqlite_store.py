@@ -21,7 +21,7 @@ import xxhash
 from common import Json
 from common.errors import ConfigError
 from common.process.storage import StorageFailed
-from common.wire.store_mark import StoreMark
+from common.wire.headers import StoreMark
 
 TABLES = """
 CREATE TABLE life (identity INTEGER NOT NULL, changes INTEGER NOT NULL, seal INTEGER NOT NULL)

@@ -10,7 +10,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from common.errors import ServiceError, shorten
 from common.process import logs, progress
 from common.process.metrics import Metrics
-from common.wire.attempts import ASKED_ATTEMPT, ATTEMPT, LOST, PROGRESS, WORKING
+from common.wire.headers import ASKED_ATTEMPT, ATTEMPT, LOST, PROGRESS, WORKING
 
 log = logging.getLogger(__name__)
 _POLLED = frozenset(

@@ -39,7 +39,7 @@ from common.wire.schemas import (
 )
 from services.http.sqlite_store import sum_of
 from services.replay import sampling
-from services.replay.queries import GroupRecord
+from services.replay.database import GroupRecord
 from services.replay.store import AddResult, Lease, Store
 
 log = logging.getLogger(__name__)

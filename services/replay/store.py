@@ -15,8 +15,15 @@ from dataclasses import dataclass
 from common.errors import InvalidInput
 from common.wire.schemas import TakeRequest
 from services.http.sqlite_store import Damaged, sealed
-from services.replay.database import MAX_PRIORITY, Full
-from services.replay.queries import COLUMNS, EXPERIENCE, GroupRecord, Queries, unknown
+from services.replay.database import (
+    COLUMNS,
+    EXPERIENCE,
+    MAX_PRIORITY,
+    Database,
+    Full,
+    GroupRecord,
+    unknown,
+)
 
 log = logging.getLogger(__name__)
 _REMEMBERED_IDS = 100_000
@@ -54,7 +61,7 @@ _CHANGE = (
 )
 
 
-class Store(Queries):
+class Store(Database):
     """Changes of the stored groups."""
 
     # ------------------------------------------------------------ adding

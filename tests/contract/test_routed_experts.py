@@ -23,9 +23,9 @@ from tests.support.engines.engines import (
     sglang_is_installed,
     sglang_process,
 )
+from trainer.algorithms.spool import split_routing
 from trainer.policy.scorer import load_scorer
 from trainer.policy.scoring import score_batch
-from trainer.rollouts.routing import split_routing
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow]
 _COMPLETIONS = 8

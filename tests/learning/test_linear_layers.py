@@ -25,6 +25,7 @@ from learning.ranks import Ranks
 from learning.sharding import prepare
 from tests.support.batches.groups import VOCABULARY
 from tests.support.batches.sharding import run_cases
+from tests.support.errors import raises
 from tests.support.models.rows_alone import ROWS, alone, assert_same, results, rows, sizes
 from tests.support.models.tiny_models import HYBRIDS, make, write
 from tests.support.workers.sharded_policies import learned
@@ -154,7 +155,7 @@ def test_a_state_that_reaches_another_row_is_found_at_the_start(
 def test_a_model_that_does_not_pass_its_options_on_is_refused() -> None:
     """The first Mamba; the trainer then pads its rows."""
     scorer = Scorer(make("mamba", state_size=8), "on")
-    with pytest.raises(ConfigError, match=r"not given the options.*trainer\.packing"):
+    with raises(ConfigError, field="trainer.packing"):
         scorer.next_scores(torch.arange(8)[None], None)
 
 
@@ -183,7 +184,7 @@ def test_a_copy_computes_with_its_own_weights() -> None:
 
 def test_several_ranks_cannot_compute_their_rows_together() -> None:
     context: Any = SimpleNamespace(size=2)
-    with pytest.raises(ConfigError, match=r"keep a state.*parallel\.context_size"):
+    with raises(ConfigError, field="parallel.context_size"):
         layout_for(hybrid("qwen3_5_text"), "auto", context)
 
 

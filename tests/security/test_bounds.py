@@ -21,6 +21,7 @@ from common.wire.schemas import AtMost, Wire
 from services.engine import control, distributed, protocol
 from services.http.app import create_app
 from tests.support.environments.own_environments import OPEN_SESSION
+from tests.support.errors import raises
 from tests.support.services.apps import APPS, make, tiny
 from trainer.tinker import requests
 
@@ -250,5 +251,5 @@ def test_items_are_counted_as_they_are_whatever_texts_hold(
 def test_commas_in_long_texts_are_not_counted_as_items() -> None:
     text = '1, 2, [3], {4}, "5", \\' * 200_000
     assert codec.parse_json(json.dumps({"items": [text]}).encode()) == {"items": [text]}
-    with pytest.raises(TooLarge, match="JSON body has at most"):
+    with raises(TooLarge, field="body"):
         codec.parse_json(b" " * (codec.MAX_JSON_BYTES + 1))

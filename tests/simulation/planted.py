@@ -121,7 +121,7 @@ BUGS = {
         "services/http/sqlite_store.py", "synchronous = FULL", "synchronous = OFF"
     ),
     "a store that was set back is not noticed": Bug(
-        "common/wire/store_mark.py", "self.changes < seen.changes", "False"
+        "common/wire/headers.py", "self.changes < seen.changes", "False"
     ),
     "answers are forgotten at once": Bug(
         "services/http/sqlite_store.py", "REMEMBERED_REQUESTS = 10_000", "REMEMBERED_REQUESTS = 0"

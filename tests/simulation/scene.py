@@ -20,6 +20,10 @@ class Crash(KeyboardInterrupt):
     """The trainer's process ends at this moment. Only such an exception leaves an event loop."""
 
 
+class NoEnd(KeyboardInterrupt):
+    """A run takes longer than its limit of virtual time."""
+
+
 class Violation(AssertionError):
     """An invariant is broken."""
 
@@ -88,7 +92,7 @@ class Scene(ABC):
         """Ends a run that takes longer, in virtual time."""
 
         def end() -> None:
-            raise KeyboardInterrupt(f"the run has not ended after {seconds:.0f} s")
+            raise NoEnd(f"the run has not ended after {seconds:.0f} s")
 
         self.loop.call_later(seconds, end)
 

@@ -9,6 +9,7 @@ import pytest
 
 from tests.simulation.planted import BUGS
 from tests.simulation.run import SCENES, in_memory, simulate
+from tests.simulation.scene import Scene, Violation
 from tests.support.paths import ROOT
 
 _PART = 25
@@ -28,14 +29,8 @@ wakes up has ended: it took that run's groups, and was full of them."""
 
 def simulate_all(seeds: Iterable[int], scene: str = "groups") -> None:
     for seed in seeds:
-        try:
-            with in_memory() as directory:
-                simulate(seed, Path(directory), scene)
-        except KeyboardInterrupt as error:
-            if not error.args:  # a person's
-                raise
-            # The limit of virtual time would end the worker of all tests.
-            raise AssertionError(f"{scene}, seed {seed}: {error}") from error
+        with in_memory() as directory:
+            simulate(seed, Path(directory), scene)
 
 
 @pytest.mark.parametrize("first", range(0, 250, _PART))
@@ -53,6 +48,17 @@ def test_more_runs_with_faults(first: int) -> None:
 @pytest.mark.parametrize("first", range(1_000, 10_000, 100))
 def test_ten_thousand_runs_with_faults(first: int) -> None:
     simulate_all(range(first, first + 100))
+
+
+@pytest.mark.parametrize("scene", SCENES)
+def test_a_run_without_an_end_fails_its_own_test(
+    scene: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limit = Scene.limit
+    monkeypatch.setattr(Scene, "limit", lambda run, _: limit(run, 2.0))
+    # A KeyboardInterrupt would end the worker of all tests.
+    with pytest.raises(Violation, match="has not ended after 2 s"):
+        simulate_all([11], scene)
 
 
 def test_what_seeds_have_found_stays_mended() -> None:
@@ -93,7 +99,7 @@ def test_a_trainer_that_was_taken_over_changes_nothing() -> None:
 
 @pytest.mark.integration
 @pytest.mark.parametrize(
-    ("scene", "end"), [("episodes", 112), ("takeover", 105), ("takeover-episodes", 30)]
+    ("scene", "end"), [("episodes", 112), ("takeover", 112), ("takeover-episodes", 30)]
 )
 def test_episodes_and_takeovers_in_more_runs(scene: str, end: int) -> None:
     simulate_all(range(12, end), scene)

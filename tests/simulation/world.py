@@ -47,13 +47,13 @@ from tests.simulation.virtual_time import VirtualLoop
 from tests.support.paths import ROOT
 from trainer.algorithms.batch import Batch, TrainingGroup
 from trainer.policy.scorer import load_tokenizer
-from trainer.rollouts.context import RolloutContext
 from trainer.rollouts.drops import Drops
 from trainer.rollouts.ground_truths import GroundTruthCheck
 from trainer.rollouts.prompt_cursor import PromptProgress
 from trainer.rollouts.rollouts import Rollouts
-from trainer.rollouts.services import Services
+from trainer.rollouts.services import RolloutContext, Services
 from trainer.timing import StageClock
+from trainer.weights.board import PublishFailed
 
 STEPS = 4
 BATCH = 2
@@ -62,7 +62,7 @@ _GROUP_SIZE = 2
 _UPDATE_S = 1.0
 _FAULTS_S = 6.0
 """Faults begin within so many seconds: most runs take no longer."""
-_LIMIT_S = 50_000.0
+_LIMIT_S = 20_000.0
 _TRIES = 3
 """Failures after which a prompt is skipped."""
 _MAX_FAILURES = 3
@@ -186,21 +186,7 @@ class World(Scene):
             node.start()
         self.limit(_LIMIT_S)
         self.schedule(self.faults(), self.rng.choice((0, 1, 1, 2, 4)), _FAULTS_S)
-        progress: PromptProgress | None = None
-        while progress is None:
-            self.attempts += 1
-            self.is_up = True
-            try:
-                progress = self.attempt(Loop(self.loop))
-            except Crash:
-                self.story.fault("crash", "trainer")
-                self.end_attempt()
-            except ServiceError as error:
-                # It says why it cannot go on, and the job group starts it again.
-                self.story.say(f"the trainer ends: {error}".replace(str(self._directory), ""))
-                self.failures.append(error)
-                self.check_failure(error)
-                self.end_attempt()
+        progress = self.attempt_until_the_end(Loop(self.loop))
         self.is_up = False
         self.chance.on = False
         copies = self.net.copies()
@@ -208,15 +194,31 @@ class World(Scene):
             self.loop.run_until_complete(asyncio.wait(copies))
         self.check_end(progress)
 
+    def attempt_until_the_end(self, loop: Loop) -> PromptProgress:
+        """Starts the trainer again, as the job group does, until it reaches the last step."""
+        while True:
+            self.attempts += 1
+            self.is_up = True
+            try:
+                return self.attempt(loop)
+            except Crash:
+                self.story.fault("crash", "trainer")
+            except ServiceError as error:
+                # It says why it cannot go on.
+                self.story.say(f"the trainer ends: {error}".replace(str(self._directory), ""))
+                self.failures.append(error)
+                self.check_failure(error)
+            self.end_attempt()
+            self.trained = [item for item in self.trained if item[0] <= self.saved.step]
+            loop.sleep(self.rng.uniform(1.0, 20.0))
+
     def end_attempt(self) -> None:
-        """Ends the trainer's process, and what it did after its checkpoint."""
+        """Ends the trainer's process."""
         self.is_up = False
         # Their ends run at this moment, and reach nobody.
         self.net.lives += 1
         for task in self.loop.tasks_of(""):
             task.cancel()
-        self.trained = [item for item in self.trained if item[0] <= self.saved.step]
-        self.sleep(self.rng.uniform(1.0, 20.0))
 
     def check_failure(self, error: ServiceError) -> None:
         """Raises Violation for an error that no fault explains."""
@@ -400,6 +402,10 @@ class World(Scene):
 
         def serve() -> None:
             if attempt != self.attempts:
+                # The engines follow the trainer that began last.
+                error = PublishFailed("no rollout node serves the weights")
+                limit_s = self.config.limits.fence_after_s
+                self.loop.call_later(limit_s, served.set_exception, error)
                 return
             self.engines.version = max(self.engines.version, step)
             served.set_result(None)

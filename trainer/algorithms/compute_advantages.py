@@ -56,7 +56,11 @@ def compute_advantages(
     own_lengths = torch.tensor(batch.lengths)[own]
     turn_rewards = _turn_rewards(batch, config)
     shaping = _shaping(batch, config)  # for single completions only, as are a teacher's scores
-    rewards = _episode_rewards(batch, turn_rewards)
+    # All rows of an episode carry its reward. What its answers are credited with is added later.
+    of_outcomes = [0.0] * len(turn_rewards)
+    for row in batch.rows:
+        of_outcomes[row.episode] = row.reward - sum(turn_rewards[row.episode])
+    rewards = torch.tensor(of_outcomes, dtype=torch.float32)
     for penalty in shaping:
         rewards = rewards + penalty
 
@@ -134,15 +138,6 @@ def _turn_rewards(batch: Batch, config: Config) -> list[list[float]]:
         for row in batch.rows:  # the sequences of an episode, in the order of their calls
             rewards[row.episode] += [reward for _, reward in row.turns]
     return rewards
-
-
-def _episode_rewards(batch: Batch, turn_rewards: list[list[float]]) -> Tensor:
-    """Returns [episodes] the reward of each, without what its answers are credited with."""
-    # All rows of an episode carry its reward.
-    rewards = [0.0] * len(turn_rewards)
-    for row in batch.rows:
-        rewards[row.episode] = row.reward - sum(turn_rewards[row.episode])
-    return torch.tensor(rewards, dtype=torch.float32)
 
 
 def _of_episodes(batch: Batch, config: Config, rewards: Tensor, shaping: list[Tensor]) -> Tensor:

@@ -260,7 +260,14 @@ class OnlineRLTrainer:
         self._reward_funcs = tuple(given) if isinstance(given, list) else given
 
     def _training_problems(self, dataset: Any) -> list[Prompt]:
-        _check_length(_required(dataset, "train_dataset"), self.config)
+        has_end = hasattr(_required(dataset, "train_dataset"), "__len__")
+        if not has_end and self.config.max_steps is None:
+            raise ConfigError(
+                "the data set has no length",
+                field="max_steps",
+                value=None,
+                remedy="set max_steps, which limits how much of the data set is read",
+            )
         needed = self.config.problems_per_step * (self.config.max_steps or 0)
         return as_prompts(dataset, "train_dataset", needed)
 
@@ -655,17 +662,6 @@ def _check_name(model: Any, config: TrainerConfig) -> None:
             field="model_name_or_path",
             value=named,
             remedy="leave one of them out",
-        )
-
-
-def _check_length(dataset: Any, config: TrainerConfig) -> None:
-    """Raises ConfigError for a data set that nothing limits."""
-    if not hasattr(dataset, "__len__") and config.max_steps is None:
-        raise ConfigError(
-            "the data set has no length",
-            field="max_steps",
-            value=None,
-            remedy="set max_steps, which limits how much of the data set is read",
         )
 
 

@@ -2,7 +2,7 @@
 
     weights of version N-1 ─► completions, rewards ─► advantages ─► gradient ─► weights of version N
 
-- `replay`: the stages in order, on every rank.
+- `reexecution`: the stages in order, on every rank.
 - `history`: the models at a step, from a checkpoint and the recorded updates after it.
 - `completions`: what the engine samples again. `episodes`: episodes that are played again.
 - `grading`: what the reward functions say again.

@@ -33,8 +33,8 @@ rounding. The first stage that differs is named, with what was expected and what
 
 exit status: 0 when nothing differs, 1 when a stage differs, 2 when the record is missing or damaged
 """
-_RANK = "RLHF_REPLAY_RANK"
-"""Set in the processes that replay a run of several ranks."""
+_RANK = "RLHF_AUDIT_RANK"
+"""Set in the processes that re-execute a step of a run of several ranks."""
 _LOOK_EVERY_S = 0.1
 _STAGES_BY_WORD = {stage.replace(" ", "-"): stage for stage in STAGES}
 """Stages by their names on the command line."""
@@ -88,8 +88,8 @@ def parser() -> CommandParser:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Replays a step; exits with 1 when a stage differs. Raises ConfigError for a record that is
-    missing or damaged.
+    """Re-executes a step; exits with 1 when a stage differs. Raises ConfigError for a missing or
+    damaged record.
     """
     words = sys.argv[1:] if argv is None else argv
     made = parser()
@@ -98,6 +98,7 @@ def main(argv: list[str] | None = None) -> None:
         from trainer.audit.certify import check_certificate
 
         raise SystemExit(check_certificate(arguments.check, arguments.run_dir))
+    # The record of a Tinker server is of operations, not of steps.
     if (arguments.run_dir / RECORDED).exists():
         raise SystemExit(_audit_tinker(arguments.run_dir, words))
     if not arguments.certify and arguments.step is None:
@@ -123,23 +124,24 @@ def main(argv: list[str] | None = None) -> None:
     check_run(arguments.run_dir)
 
     with waits_told():
-        from trainer.audit.replay import StepReplay  # torch: slow to import
+        from trainer.audit.reexecution import StepReexecution  # torch: slow to import
 
         watchdog.at("reading the record")
-        replay = StepReplay(
+        again = StepReexecution(
             arguments.run_dir,
             arguments.step,
             stages,
             tell=_print_outcome,
             recorded_tools=arguments.recorded_tools,
         )
-        start = replay.recorded.start
+        start = again.recorded.start
         setup = start.setup
         if not is_one_of_several:
             ranks = "1 rank" if setup.world_size == 1 else f"{setup.world_size} ranks"
             where = f"{setup.device}, torch {setup.packages.get('torch')}"
             made_by = f"made by {start.run_id} on {ranks} ({where})"
-            print(f"step {replay.step} of {replay.run_dir}, {made_by}", flush=True)
+            print(f"step {again.step} of {again.run_dir}, {made_by}", flush=True)
+    # The record is read first: a missing one is reported once, not by every rank.
     if setup.world_size > 1 and not is_one_of_several:
         raise SystemExit(_run_ranks(setup.world_size, setup.threads, words))
 
@@ -148,8 +150,8 @@ def main(argv: list[str] | None = None) -> None:
     torch.set_num_threads(setup.threads)
     with waits_told():
         watchdog.at(f"waiting for {setup.world_size} ranks to join")
-        with replay.ranks() as rank:
-            outcomes = replay.run(rank)
+        with again.ranks() as rank:
+            outcomes = again.run(rank)
             rank.barrier()
     if not rank.is_rank_zero:
         raise SystemExit(0)

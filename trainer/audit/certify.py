@@ -105,6 +105,8 @@ def _executed(run_dir: Path, step: int, more: Sequence[str]) -> ExecutedStep:
     with TemporaryDirectory(prefix="rlhf-certify-") as folder:
         path = Path(folder) / "outcomes.json"
         words = [str(run_dir), "--step", str(step), "--json", str(path), *more]
+        # Each step begins without what the one before left in memory, as another machine would.
+        # Its status says no more than the outcomes do.
         subprocess.run([sys.executable, "-m", "trainer.audit", *words], check=False)
         if not path.exists():
             raise ConfigError(

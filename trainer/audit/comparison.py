@@ -108,6 +108,7 @@ def compare_columns(
     count = 0
     largest = 0.0
     for name, before, after in zip(names, expected, found, strict=True):
+        # A row that was not trained on has no numbers.
         if before is None or after is None:
             continue
         where = ""

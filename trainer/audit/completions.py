@@ -20,7 +20,7 @@ from common.settings.config import Config
 from common.wire.schemas import Float32
 from learning.ranks import Ranks
 from trainer.audit.comparison import LOGPROB_BOUND, LOGPROB_BOUND_LOW, StageOutcome, compare_columns
-from trainer.audit.engine import ReplayEngine, Request, SampledAnswer, Span
+from trainer.audit.engine import AuditEngine, Request, SampledAnswer, Span
 from trainer.audit.recorded import RecordedStep
 from trainer.policy.policy import Policy
 from trainer.policy.scorer import computes_in_bfloat16, load_tokenizer, stop_token_ids
@@ -45,6 +45,7 @@ def requests_of_groups(recorded: RecordedStep) -> list[Request]:
     for item, group_seed in zip(recorded.groups, recorded.line.seeds, strict=True):
         prompt = item.group.prompt_token_ids.tolist()
         for index, completion in enumerate(item.group.completions):
+            # Reused groups were sampled for an earlier step, by versions that may be gone.
             if not item.reused:
                 seed = sample_seed(group_seed, index)
                 end = len(completion.token_ids)
@@ -99,14 +100,14 @@ class Completions:
         spans = self._spans(policy.step)
         tokenizer = load_tokenizer(self.config.model)
         stops = stop_token_ids(policy.model, tokenizer, self.config.sampling.stop_token_ids)
-        with TemporaryDirectory(prefix="rlhf-replay-") as name:
+        with TemporaryDirectory(prefix="rlhf-audit-") as name:
             folder = Path(name)
             files = static_files(self.config, policy.model, tokenizer, folder / "model")
-            write_version(policy.weights(), files, folder, run_id="replay", version=policy.step)
-            engine = ReplayEngine(self.config, folder / version_name(policy.step), stops)
+            write_version(policy.weights(), files, folder, run_id="audit", version=policy.step)
+            engine = AuditEngine(self.config, folder / version_name(policy.step), stops)
             self._sample(engine, spans)
 
-    def _sample(self, engine: ReplayEngine, spans: list[Span]) -> None:
+    def _sample(self, engine: AuditEngine, spans: list[Span]) -> None:
         """Samples spans. After a token that rounding may have decided otherwise, the rest of its
         span is sampled again, with the recorded token before it.
         """
@@ -114,6 +115,7 @@ class Completions:
             left: list[Span] = []
             for span, sampled in zip(spans, engine.sample(spans), strict=True):
                 at = sampled.first_other(span)
+                # Beyond the recorded tokens there is none that rounding could have decided.
                 may_round = at is not None and at < len(span.tokens) and not self._is_exact
                 if at is not None and may_round and engine.could_sample(span, at):
                     # Another rounding takes the other token, and from there on everything differs.
@@ -133,6 +135,7 @@ class Completions:
             self._rounded += len(span.tokens)
             if self._is_exact:
                 at = int(np.flatnonzero(span.logprobs != sampled.logprobs)[0])
+        # The first one is told; those after it may follow from it.
         if at is None or self._difference is not None:
             return
         self._difference = StageOutcome(
@@ -198,6 +201,7 @@ class Completions:
         names = self.recorded.names
         known: dict[tuple[int, ...], int] = {}
         for request in self.requests:
+            # They would be equal, and the group would compare an answer with itself.
             row = known.setdefault((request.seed, *request.prompt), request.row)
             if row != request.row:
                 return StageOutcome(
@@ -216,13 +220,14 @@ class Completions:
         """
         setup = self.recorded.start.setup
         low = computes_in_bfloat16(self.config.model, self.ranks)
+        # SGLang and GPUs round every layer in their own way, whatever the dtype.
         low |= setup.device != "cpu" or self.recorded.start.engine != "embedded"
         expected: list[Float32 | None] = []
         found: list[Float32 | None] = []
         for row, completion in enumerate(self.recorded.completions):
             scores = np.zeros(len(completion.token_ids), np.float32)
             versions = completion.weight_versions
-            # Versions that are not replayed, such as those of reused groups, have no scores.
+            # Versions that do not sample again, such as those of reused groups, have no scores.
             is_known = all(version in self._scores for version, _, _ in versions)
             for version, start, end in versions if is_known else ():
                 scores[start:end] = completion.spread(self._scores[version][row])[start:end]

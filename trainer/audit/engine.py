@@ -81,7 +81,7 @@ class SampledAnswer:
         return first_difference(span.tokens, self.tokens)
 
 
-class ReplayEngine:
+class AuditEngine:
     """Samples spans again.
 
     Args:
@@ -130,6 +130,7 @@ class ReplayEngine:
         """Whether the token `at` of a span, after those before it, is what its random number draws
         if the probabilities are rounded a little differently.
         """
+        # The random number of a token is a function of the request's seed and this place.
         count = len(span.earlier) + at
         before = span.request.prompt + span.earlier + span.tokens[:at]
         job = self._job(span)
@@ -156,6 +157,7 @@ class ReplayEngine:
     def _job(self, span: Span) -> GenerationJob:
         limit = len(span.earlier) + len(span.tokens)
         sampling = self._parameters | {"max_new_tokens": limit, "sampling_seed": span.request.seed}
+        # The engine refuses more than the limit, which is here the length of the answer.
         if "min_new_tokens" in sampling:
             sampling["min_new_tokens"] = min(limit, sampling["min_new_tokens"])
         body = GenerateBody(

@@ -124,6 +124,7 @@ class _Player:
         played_id = played[number] if played else f"{group.id}-{number}"
         request_id, _, place = played_id.rpartition("-")
         index, _, attempt = place.partition(".")
+        # It was played in the place of a lost one, with another seed (`min_episodes`).
         if request_id != group.id:
             request.task.seed = replacing_seed(request.task.seed, group.position)
         answers = _RecordedAnswers(rows, self.stops)
@@ -166,6 +167,7 @@ class _Player:
         recorded = rows[0]
         turns = [turn.reward or 0.0 for row in rows for turn in row.turns]
         again = outcome.turn_rewards or [0.0] * len(turns)
+        # The environment leaves its answer to the reward functions, which grade it later.
         if outcome.reward is None:
             graded = answer_of_episode(
                 name, prompt, outcome.answer, completion=rows[-1], of_turns=sum(turns)
@@ -173,6 +175,7 @@ class _Player:
             self.played.answers.append(graded)
             return
         self.played.given += 1
+        # All sequences of an episode carry its reward; the first one is compared.
         same = outcome.reward == recorded.reward and outcome.components == recorded.components
         if (same and turns == again) or self.played.wrong_reward is not None:
             return
@@ -217,6 +220,7 @@ class _RecordedAnswers:
         if not known or self.unknown is not None:
             self.unknown = self.unknown or asked
             raise ServiceError("the run made no such call")
+        # Two calls of the same tokens get their answers in the order of the record.
         request, completion = self.waiting.pop(known[0])
         self.requests.append(replace(request, seed=seed))
         sampled: Int32 = completion.token_ids[request.start : request.end]

@@ -65,6 +65,7 @@ def graded_again(config: Config, answers: Sequence[GradedAnswer]) -> StageOutcom
 
     for answer, result in zip(answers, results, strict=True):
         completion = answer.completion
+        # A verdict is compared only where there is one: without it `correct` says nothing.
         is_same = (
             result.reward is not None
             and completion.reward == result.reward + answer.of_turns

@@ -64,7 +64,7 @@ class WeightHistory:
     Args:
         record: the audit record of the run.
         run_dir: its directory.
-        config: the settings of the attempt whose step is replayed.
+        config: the settings of the attempt whose step is re-executed.
         ranks: this rank.
         first: the models begin at the newest checkpoint of at most this step.
     """
@@ -81,6 +81,7 @@ class WeightHistory:
         self._run_dir = run_dir
         self._config = config
         self._ranks = ranks
+        # Only what rank 0 finds counts: another node may not have the directory.
         newest = checkpoint.newest(run_dir / "checkpoints", at_most=first)
         self.saved: Path | None = ranks.broadcast(newest)
         """The checkpoint; None for the model that the run began with."""
@@ -119,6 +120,7 @@ class WeightHistory:
         self._check_settings(recorded)
         batch = recorded.batch(self._config)
         self.policy.assign(batch)
+        # The learning rate decays towards it, and a resumed run may have another.
         self.policy.total_steps = recorded.line.total_steps
         update, _ = learn(self.policy, self.reference, self.critic, batch)
         self.policy.step += 1
@@ -135,7 +137,7 @@ class WeightHistory:
         for name in then:
             if then[name] != now.get(name):
                 raise ConfigError(
-                    f"step {recorded.step} was made with {name} {then[name]}, the replayed step "
+                    f"step {recorded.step} was made with {name} {then[name]}, the re-executed step "
                     f"with {now.get(name)}, and there is no checkpoint between them",
                     field="checkpoint.keep",
                     value=self.origin,
@@ -153,6 +155,7 @@ def _of_updates(config: Json) -> Json:
     }
     for section in _SECTIONS:
         for name, value in config[section].items():
+            # Another `micro_batch_tokens` changes the order of sums; another port changes nothing.
             if section != "trainer" or name not in UNREAD_OF_TRAINER:
                 found[f"{section}.{name}"] = value
     return found

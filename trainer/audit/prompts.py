@@ -63,6 +63,7 @@ def _differences(
     if row is None:
         yield where, f"row {group.prompt_id}", "no such row"
         return
+    # A curriculum has no order that could be computed here.
     if drawn not in ("", group.prompt_id):
         yield where, f"row {group.prompt_id}", f"row {drawn}"
     for what in ("prompt", "ground_truth"):

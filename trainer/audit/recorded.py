@@ -81,6 +81,7 @@ def config_of(start: AuditedStart, run_dir: Path, device: str = "") -> Config:
     """
     device = device or ("cpu" if start.setup.device == "cpu" else "auto")
     content: Json = dict(start.config)
+    # The run may have been moved, and its GPU may be another one here.
     content["trainer"] = content["trainer"] | {"run_dir": str(run_dir), "device": device}
     functions = content["reward"]["functions"]
     is_callers = "rewards" in start.given

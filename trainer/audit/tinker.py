@@ -76,11 +76,13 @@ def _all_runs(directory: Path, learner: RunLearner) -> int:
 def _one_run(run: TinkerRun, learner: RunLearner, state: State, *, store: TinkerStore) -> str:
     """Returns what was compared. Raises NotReproduced."""
     since = store.since(run)
+    # It was asked for, and the server ended before it was made.
     if run.snapshot < 0 and not since:
         return "was never created"
     saved: dict[int, Checkpoint] = {}
     for checkpoint in state.owned(Checkpoint, run.owner, run=run.id):
         number = int(checkpoint.folder.rpartition("-")[2])
+        # What was saved before the snapshot is not executed again.
         if number > run.snapshot:
             saved[number] = checkpoint
     compared = len(saved)

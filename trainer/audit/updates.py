@@ -52,6 +52,7 @@ def _logprobs(recorded: RecordedStep, again: Reexecuted, bound: float) -> StageO
         names=recorded.names,
         bound=bound,
     )
+    # With another rounding, checksums of the others cannot be equal, and say nothing.
     if outcome.state == "differs" or bound:
         return outcome
 

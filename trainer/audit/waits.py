@@ -17,6 +17,7 @@ def waits_told() -> Iterator[None]:
     """Prints to standard error, again and again until the end of the block, what rank 0 is at: on
     a busy machine the libraries alone take minutes.
     """
+    # All ranks are at the same place, and one line is enough.
     if os.environ.get("RANK", "0") != "0":
         yield
         return

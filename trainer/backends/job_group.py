@@ -105,6 +105,8 @@ class JobGroupBackend(Backend):
             context.loop.call(services.rollout.remove_worker(worker.url))
 
         sync = config.trainer.weight_sync
+        # A file need not be sent where it can be read.
+        is_one_disk = self._topology.is_one_machine
         publisher = Publisher(
             self._board,
             context.static_files,
@@ -113,7 +115,8 @@ class JobGroupBackend(Backend):
             fence=fence,
             say=context.say,
             published=context.metrics.published,
-            shared=sync == "shared",
+            shared=sync == "shared" or is_one_disk,
+            has_deltas=not is_one_disk,
             broadcaster=self._broadcaster(context) if sync == "distributed" else None,
         )
         if config.lora.publishes_adapter:

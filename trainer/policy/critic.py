@@ -17,10 +17,9 @@ from torch import Tensor
 from common.errors import ConfigError
 from common.settings.config import Config
 from common.wire.schemas import Float32
-from learning.batching import Indices, Sizes, mini_batches, score_shared
+from learning.batching import Indices, Sizes, micro_batch_passes, mini_batches, score_shared
 from learning.fitting import fitted
 from learning.layout import Layout, moved
-from learning.micro_batch_passes import micro_batch_passes
 from learning.optimizer import Optimizer
 from learning.parking import Resident
 from learning.ranks import Ranks

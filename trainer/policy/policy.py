@@ -14,10 +14,9 @@ from torch import Tensor
 from common.errors import ConfigError
 from common.settings.config import Config
 from common.wire.schemas import Float32
-from learning.batching import Indices, by_row, mini_batches, owners
+from learning.batching import Indices, by_row, micro_batch_passes, mini_batches, owners
 from learning.digest import digest
 from learning.fitting import fitted
-from learning.micro_batch_passes import micro_batch_passes
 from learning.optimizer import Optimizer
 from learning.parking import Resident
 from learning.ranks import Ranks

@@ -69,7 +69,8 @@ class TrainedPrompts:
         one, as the examples of supervised fine-tuning are.
         """
         self._merge()
-        with_truth = np.isin(_hashes(prompts), self._prompts)
+        hashes = [_hash_of(prompt.prompt, prompt.ground_truth) for prompt in prompts]
+        with_truth = np.isin(np.array(hashes, np.uint64), self._prompts)
         without = np.isin([_hash_of(prompt.prompt, "") for prompt in prompts], self._prompts)
         found: list[bool] = (with_truth | without).tolist()
         return found
@@ -116,10 +117,6 @@ def copy_trained_prompts(source: str | Path, target: Path) -> None:
     path = Path(source) / TRAINED_PROMPTS
     if path.is_file():
         shutil.copyfile(path, target / TRAINED_PROMPTS)
-
-
-def _hashes(prompts: Sequence[Prompt]) -> Hashes:
-    return np.array([_hash_of(each.prompt, each.ground_truth) for each in prompts], np.uint64)
 
 
 def _hash_of(text: str, ground_truth: str) -> int:

@@ -54,12 +54,12 @@ from common.errors import ServiceError
 from common.process import logs
 from common.prompts.prompter import TokenisedPrompt
 from common.wire.schemas import Group, TakeRequest, UInt8
-from trainer.rollouts.context import RolloutContext
 from trainer.rollouts.drops import Drops, GroupFailed
 from trainer.rollouts.ground_truths import GroundTruthCheck
 from trainer.rollouts.group_maker import GroupMaker
 from trainer.rollouts.prompt_cursor import MAX_TRIES, DrawnPrompt, PromptCursor
 from trainer.rollouts.request_batcher import RequestBatcher
+from trainer.rollouts.services import RolloutContext
 
 log = logging.getLogger(__name__)
 _MAX_DRAW = 256
@@ -188,7 +188,9 @@ class Collector:
             while True:
                 await self._until(lambda: self._can_draw() or self._expected_slots > 0)
                 if not self._can_draw():
-                    await self._draw_ahead()
+                    count = min(self._expected_slots, self._to_draw, _MAX_DRAW) - len(self._ahead)
+                    self._expected_slots = 0
+                    self._ahead += await self._draw_next(count)
                     continue
                 count = min(self._free_slots, self._to_draw, _MAX_DRAW)
                 drawn = await self._draw(count)
@@ -212,11 +214,6 @@ class Collector:
         """
         self._expected_slots = count
         self._changed.set()
-
-    async def _draw_ahead(self) -> None:
-        count = min(self._expected_slots, self._to_draw, _MAX_DRAW) - len(self._ahead)
-        self._expected_slots = 0
-        self._ahead += await self._draw_next(count)
 
     async def _draw(self, count: int) -> list[_Drawn]:
         """Returns `count` prompts: retries first, then what was drawn ahead, then the next ones of

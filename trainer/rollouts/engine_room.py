@@ -40,14 +40,6 @@ class EngineRoom:
         they do.
         """
         sent = object()
-        await self._wait(completions, sent)
-        try:
-            yield
-        finally:
-            self._sent.pop(sent, None)
-            self._room += completions
-
-    async def _wait(self, completions: int, sent: object) -> None:
         loop = asyncio.get_running_loop()
         async with self._turn:
             # There may be other engines by now, or they say what they do.
@@ -59,6 +51,11 @@ class EngineRoom:
                 await self._look()
             self._room -= completions
             self._sent[sent] = (loop.time(), completions)
+        try:
+            yield
+        finally:
+            self._sent.pop(sent, None)
+            self._room += completions
 
     async def _look(self) -> None:
         loop = asyncio.get_running_loop()

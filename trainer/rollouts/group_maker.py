@@ -11,8 +11,7 @@ import numpy as np
 
 from common.errors import ServiceError, ServiceLost
 from common.wire.schemas import Completion, Episode, EpisodeRequest, Group, Prompt
-from trainer.algorithms.spool import EXPERTS, spool
-from trainer.rollouts.context import RolloutContext
+from trainer.algorithms.spool import EXPERTS, split_routing, spool
 from trainer.rollouts.drops import Drops, GroupFailed
 from trainer.rollouts.engine_room import EngineRoom
 from trainer.rollouts.episodes import (
@@ -26,7 +25,7 @@ from trainer.rollouts.episodes import (
 from trainer.rollouts.prompt_cursor import DrawnPrompt
 from trainer.rollouts.request_batcher import RequestBatcher
 from trainer.rollouts.requests import reward_items, sampling_seed
-from trainer.rollouts.routing import split_routing
+from trainer.rollouts.services import RolloutContext
 
 _MAX_GRADE = 1024
 """Maximum number of answers in one call to the reward-server, unless one group has more: JSON
@@ -76,32 +75,42 @@ class GroupMaker:
         never answer again.
         """
         if self._services.environment is None:
-            prompt_ids = group.prompt_token_ids.tolist()
-            group.completions = await self._generate(prompt_ids, group.position)
-            if self._config.trainer.routing_replay:
-                await asyncio.to_thread(self._keep_experts, group)
-            for completion in group.completions:
-                completion.text = answer_start + completion.text
-            await self._grade(prompt, group.completions)
-            await self._ask_teacher(group)
+            await self._complete(prompt, group, answer_start)
         else:
             await self._play(prompt, group)
         group.created_at = time.time()
 
-    async def _generate(self, prompt_ids: list[int], position: int) -> list[Completion]:
+    async def _complete(self, prompt: Prompt, group: Group, answer_start: str) -> None:
+        """Fills a group with single completions, their rewards and the teacher's scores."""
         sampling = self._config.sampling
+        prompt_ids = group.prompt_token_ids.tolist()
         with self._failing("generation", stage="generation"):
             async with self._engines.enter(sampling.group_size):
-                return await self._services.rollout.generate(
+                group.completions = await self._services.rollout.generate(
                     prompt_ids,
                     n=sampling.group_size,
                     max_new_tokens=sampling.max_new_tokens,
                     temperature=sampling.temperature,
                     stop_token_ids=self._prompter.stop_token_ids,
-                    sampling_seed=sampling_seed(self._config.seed, position),
+                    sampling_seed=sampling_seed(self._config.seed, group.position),
                     parameters=sampling.training_truncation() | sampling.stop_conditions(),
                     routed_experts=self._config.trainer.routing_replay,
                 )
+        if self._config.trainer.routing_replay:
+            # It copies gigabytes and writes a file: the event loop must not wait for that.
+            await asyncio.to_thread(self._keep_experts, group)
+        for completion in group.completions:
+            completion.text = answer_start + completion.text
+        await self._grade(prompt, group.completions)
+
+        teacher = self._services.teacher
+        if teacher is None:
+            return
+        tokens = [completion.token_ids for completion in group.completions]
+        with self._failing("teacher", stage="reward"):
+            scores = await teacher.score(prompt_ids, tokens)
+        for completion, logprobs in zip(group.completions, scores, strict=True):
+            completion.teacher_logprobs = logprobs
 
     def _keep_experts(self, group: Group) -> None:
         split_routing(group)
@@ -189,16 +198,6 @@ class GroupMaker:
             if result.reward is None:
                 reason = result.reason or result.status
                 raise GroupFailed("reward", f"an answer could not be graded: {reason}")
-
-    async def _ask_teacher(self, group: Group) -> None:
-        teacher = self._services.teacher
-        if teacher is None:
-            return
-        tokens = [completion.token_ids for completion in group.completions]
-        with self._failing("teacher", stage="reward"):
-            scores = await teacher.score(group.prompt_token_ids.tolist(), tokens)
-        for completion, logprobs in zip(group.completions, scores, strict=True):
-            completion.teacher_logprobs = logprobs
 
     @contextmanager
     def _failing(self, reason: str, *, stage: str) -> Iterator[None]:

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 from common.wire.schemas import Completion, FinishReason, Prompt, RewardItem
 
@@ -44,23 +44,21 @@ def reward_items(
 
     They are not validated here: the reward-server does that, and rejects items that are too long.
     """
-
-    def columns(completion: Completion | GeneratedAnswer) -> dict[str, Any]:
-        if not with_tokens or completion.token_ids is None:
-            return prompt.columns
-        return prompt.columns | {"completion_ids": [int(token) for token in completion.token_ids]}
-
-    return [
-        RewardItem.model_construct(
+    items: list[RewardItem] = []
+    for completion in completions:
+        item = RewardItem.model_construct(
             prompt=prompt.prompt,
             response=completion.text,
             ground_truth=prompt.ground_truth,
             finish_reason=completion.finish_reason,
             task=prompt.task,
-            columns=columns(completion),
+            columns=prompt.columns,
         )
-        for completion in completions
-    ]
+        if with_tokens and completion.token_ids is not None:
+            completion_ids = [int(token) for token in completion.token_ids]
+            item.columns = prompt.columns | {"completion_ids": completion_ids}
+        items.append(item)
+    return items
 
 
 def sampling_seed(seed: int, position: int) -> int:

@@ -21,10 +21,10 @@ from common.wire.schemas import Group, TakeRequest
 from trainer.algorithms.batch import Batch, TrainingGroup
 from trainer.algorithms.spool import EXPERTS, spool
 from trainer.rollouts.collector import CollectFailed, Collector
-from trainer.rollouts.context import RolloutContext
 from trainer.rollouts.ground_truths import GroundTruthCheck
 from trainer.rollouts.priorities import load_priority, reuse_request
 from trainer.rollouts.prompt_cursor import PromptCursor, PromptProgress
+from trainer.rollouts.services import RolloutContext
 from trainer.rollouts.start import set_back, total_steps
 
 log = logging.getLogger(__name__)

@@ -1,4 +1,4 @@
-"""The clients of the services that one run uses."""
+"""What the rollouts of a run use: the clients of its services, its settings, prompter and clock."""
 
 import asyncio
 import logging
@@ -12,7 +12,10 @@ from common.clients.replay import ReplayClient
 from common.clients.reward import RewardClient
 from common.clients.rollout import RolloutClient
 from common.errors import ServiceError
+from common.prompts.prompter import Prompter
+from common.settings.config import Config
 from trainer.rollouts.teacher import Teacher
+from trainer.timing import StageClock
 
 log = logging.getLogger(__name__)
 
@@ -44,6 +47,18 @@ class Services:
         if self.environment is not None:
             clients.append(self.environment)
         return clients
+
+
+@dataclass(frozen=True)
+class RolloutContext:
+    """Settings, clients, prompter and clock of a run."""
+
+    config: Config
+    services: Services
+    prompter: Prompter
+    clock: StageClock
+    run_id: str
+    """Names this attempt; makes the ids of its requests and groups unique."""
 
 
 async def flush_all(clients: Sequence[Client], deadline_s: float = 60.0) -> None:

@@ -6,7 +6,7 @@ The functions run in the event loop of the clients.
 import logging
 
 from common.errors import ConfigError
-from trainer.rollouts.context import RolloutContext
+from trainer.rollouts.services import RolloutContext
 from trainer.rollouts.trial import try_rewards
 
 log = logging.getLogger(__name__)

@@ -8,9 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from learning.batching import Indices, Sizes, score_shared
+from learning.batching import Indices, Sizes, micro_batch_passes, score_shared
 from learning.layout import Layout, moved
-from learning.micro_batch_passes import micro_batch_passes
 from trainer.policy.learning_rate import learning_rate
 from trainer.policy.policy import Policy
 from trainer.policy.scorer import TokenScores

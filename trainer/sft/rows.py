@@ -169,13 +169,12 @@ class Batches:
         """Returns which examples are in the batch after `step` steps; the stream ends before the
         position `last`.
         """
-        places = range(step * self._size, min((step + 1) * self._size, last))
-        return [self._at(place) for place in places]
+        found: list[int] = []
+        for place in range(step * self._size, min((step + 1) * self._size, last)):
+            epoch, within = divmod(place, len(self._examples))
+            found.append(int(self._order(epoch)[within]))
+        return found
 
     def rows(self, indices: Sequence[int]) -> list[TrainingSequence]:
         """Returns the rows of the examples at `indices`."""
         return list(chain.from_iterable(self._examples[index] for index in indices))
-
-    def _at(self, place: int) -> int:
-        epoch, within = divmod(place, len(self._examples))
-        return int(self._order(epoch)[within])

@@ -57,9 +57,11 @@ _INSTEAD = {
     "publish": "save_weights_external and a download",
     "projects": "a key for each client in TINKER_KEYS",
     "audit": "the access log of the server",
+    "search": "sessions, which lists all of the client's",
 }
 Handler = Callable[..., Awaitable[Any]]
 _T = TypeVar("_T")
+_B = TypeVar("_B", bound=requests.TinkerBody)
 
 
 def create_tinker_app(
@@ -72,7 +74,7 @@ def create_tinker_app(
     """Returns the app. `tokenizer` names the tokenizer that clients load."""
     app = create_app(
         "tinker-server",
-        not_ready=lambda: server.failure,
+        not_ready=lambda: server.not_ready,
         lifespan=lifespan,
         metrics=metrics,
         max_body_bytes=_MAX_BODY_BYTES,
@@ -100,15 +102,17 @@ class _Calls:
         self.app = app
         self._clients = clients
 
-    def add(self, method: str, path: str, handler: Handler) -> Handler:
+    def add(
+        self, method: str, path: str, handler: Handler, unchecked: type[_B] | None = None
+    ) -> Handler:
         """Adds a call, which checks the client's key before it reads the body.
 
         The handler gets the name of the client, the parts of the path, and as `body` what its type
         there says: the bytes or the request in JSON, with GET the query. `base_url` is the address
-        that the client calls.
+        that the client calls. A request of the form `unchecked` is passed as it is.
         """
         wanted = get_type_hints(handler)
-        form = wanted.get("body")
+        form = unchecked or wanted.get("body")
         is_protobuf = form is bytes
 
         async def call(request: Request) -> Response:
@@ -118,6 +122,8 @@ class _Calls:
                 arguments["base_url"] = str(request.base_url).rstrip("/")
             if is_protobuf:
                 arguments["body"] = await request.body()
+            elif unchecked is not None:
+                arguments["body"] = await read_json(request)
             elif form is not None and method == "GET":
                 arguments["body"] = requests.validated(form, dict(request.query_params))
             elif form is not None:
@@ -197,20 +203,19 @@ def _add_operations(calls: _Calls, server: TinkerServer) -> None:
     """Adds the calls that are answered by a future, and those that ask for a future's result."""
     for kind, form in requests.OPERATIONS.items():
 
-        async def accept(owner: str, body: requests.Numbered, kind: str = kind) -> Any:
+        async def accept(owner: str, body: Any, kind: str = kind) -> Any:
             return await server.accept(owner, kind, body)
 
-        accept.__annotations__["body"] = form
-        calls.add("POST", kind, _named(accept, kind))
+        calls.add("POST", kind, _named(accept, kind), unchecked=form)
     table: dict[str, Handler] = {
         "create_model": server.create_run,
-        "load_weights": server.load,
         "forward": server.accept_pass,
         "forward_backward": server.accept_pass,
         "cancel_future": server.cancel,
     }
     for path, handler in table.items():
         calls.add("POST", path, handler)
+    calls.add("POST", "load_weights", server.load, unchecked=requests.LoadWeights)
 
     @calls.post("asample")
     async def sample(owner: str, body: requests.Sample) -> Any:
@@ -254,6 +259,12 @@ def _add_sessions(calls: _Calls, server: TinkerServer) -> None:
         """The client is there. 410 for a session that is finished."""
         state.session(body.session_id, owner)
         return {"type": "session_heartbeat"}
+
+    @calls.get("sessions")
+    async def sessions(owner: str, body: requests.Page) -> Any:
+        """All sessions of the client, the newest first."""
+        found, _ = _page(body, state.owned(TinkerSession, owner))
+        return {"sessions": [each.id for each in found]}
 
     @calls.get("sessions/{name}")
     async def session(owner: str, name: str) -> Any:

@@ -26,11 +26,10 @@ from torch.nn.functional import linear
 from common.errors import Conflict, InvalidInput, NotFound, ServiceError
 from common.settings.checks import without_adapters
 from common.settings.config import Config
-from learning.batching import Sizes, split
+from learning.batching import Sizes, micro_batch_passes, split
 from learning.fitting import fitted
 from learning.layout import moved
 from learning.loading import AddedModules
-from learning.micro_batch_passes import micro_batch_passes
 from learning.ranks import Ranks
 from learning.sharding import reshard
 from trainer.policy.lora import (

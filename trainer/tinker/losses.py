@@ -201,7 +201,7 @@ def _sequence_problems(datum: Datum, loss: Loss, vocabulary: int, longest: int) 
         outside = ids[(ids < 0) | (ids >= vocabulary) | (ids % 1 != 0)]
         if outside.size:
             problem = f"tokens of the base model are 0 to {vocabulary - 1}"
-            yield where, outside[0], problem, "use the tokenizer of the base model"
+            yield where, outside[0].item(), problem, "use the tokenizer of the base model"
     # Losses with advantages are of one target.
     dimensions = (1,) if loss.needs else (1, 2)
     if len(targets) != len(tokens) or targets.ndim not in dimensions or not targets.size:
@@ -221,7 +221,7 @@ def _input_problems(datum: Datum, loss: Loss) -> _Problems:
             yield where, list(values.shape), problem, "give one number for each target"
         bad = values[~np.isfinite(values)]
         if bad.size:
-            yield where, bad[0], "it must be finite", "look for the step that computed it"
+            yield where, bad[0].item(), "it must be finite", "look for the step that computed it"
         if name == _RATIO_MASK and not values.any():
             yield where, 0, "it marks no token", "set it to 1 for the sampled tokens"
 

@@ -41,6 +41,7 @@ Setting: 1 number float, 2 texts str*
 NewerNumber: 1 key str, 2 value Setting
 Pass: 1 run str, 2 seq int, 3 data Datum*, 4 loss str, 5 config Number*, 6 forward_only int, \
 7 newer_config NewerNumber*
+Place: 1 run str, 2 seq int, 6 forward_only int
 Arrays: 1 data bytes, 2 ends bytes, 3 dtype int, 4 trailing_shape int*
 NamedArrays: 1 key str, 2 value Arrays
 Record: 1 kind str, 2 arrays NamedArrays*, 3 count int

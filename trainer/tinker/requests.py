@@ -2,6 +2,7 @@
 what the request means.
 """
 
+import json
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import Annotated, Any, Literal, TypeVar
@@ -26,6 +27,7 @@ Metadata = Annotated[dict[str, Any], AtMost(1000)]
 Labels = Annotated[dict[str, str], AtMost(1000)]
 _B = TypeVar("_B", bound=BaseModel)
 _Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$")]
+_Stop = Annotated[str, Field(min_length=1)]
 _Ints = Annotated[list[int], AtMost(1 << 20)]
 _Ttl = Annotated[int, Field(ge=3600, le=10 * 366 * 86400)]
 
@@ -37,11 +39,8 @@ class TinkerBody(Wire):
     type: str = ""
 
     def stored(self) -> bytes:
-        """Returns what is kept of a request: the same for one that the SDK sends again, which then
-        counts its `sampling_session_seq_id` up.
-        """
-        counted = {"sampling_session_seq_id"}
-        return self.model_dump_json(exclude_unset=True, exclude=counted).encode()
+        """Returns what is kept of a request: the same for one that the SDK sends again."""
+        return self.model_dump_json(exclude_unset=True).encode()
 
 
 class Page(BaseModel):
@@ -96,6 +95,12 @@ class Numbered(RunBody):
     """An operation of a run."""
 
     seq_id: PositiveInt
+
+
+class Place(Numbered):
+    """The run and the number of an operation, whatever else is in it."""
+
+    model_config = ConfigDict(extra="ignore")
 
 
 class OptimStep(Numbered):
@@ -175,8 +180,9 @@ class JoinSampler(TinkerBody):
 class Chunk(Wire):
     """Tokens of a prompt."""
 
-    tokens: _Ints
     type: Literal["encoded_text"] = "encoded_text"
+    """First, so that an image is refused by its type."""
+    tokens: _Ints
 
 
 class PromptChunks(Wire):
@@ -190,9 +196,9 @@ class SampleParams(Wire):
 
     max_tokens: PositiveInt | None = None
     seed: int | None = None
-    stop: str | Annotated[list[str], AtMost(1000)] | Annotated[list[int], AtMost(1000)] | None = (
-        None
-    )
+    stop: (
+        _Stop | Annotated[list[_Stop], AtMost(1000)] | Annotated[list[int], AtMost(1000)] | None
+    ) = None
     """None: at the model's end of text; an empty list: at nothing; others: at these and the end."""
     temperature: NonNegativeFloat = 1.0
     top_k: Annotated[int, Field(ge=-1)] = -1
@@ -311,6 +317,7 @@ _INSTEAD = {
     "prompt_alt_tokens_k": "num_samples, of the prompt up to the position",
     "age_encryption_recipients": "files over a server with TLS_CERT and TLS_KEY, or encrypt them "
     "after the download",
+    "prompt.chunks.type": "chunks of tokens (EncodedTextChunk): the model reads text only",
     "weights_access_token": "the key of the client that saved the weights",
     "model_path": "create_sampling_session",
     "base_model": "create_sampling_session",
@@ -318,6 +325,14 @@ _INSTEAD = {
     "sampling_session_id": "create_sampling_session",
 }
 """What serves in the place of what is refused, by field."""
+
+
+def stored(content: dict[str, Any]) -> bytes:
+    """Returns what is kept of an operation, which is checked when it is applied: the same for one
+    that the SDK sends again, which then counts its `sampling_session_seq_id` up.
+    """
+    counted = "sampling_session_seq_id"
+    return json.dumps({name: content[name] for name in content if name != counted}).encode()
 
 
 def parse(kind: type[_B], content: bytes) -> _B:
@@ -332,11 +347,14 @@ def validated(kind: type[_B], content: object) -> _B:
     except ValidationError as error:
         first = error.errors()[0]
         path = [str(part) for part in first["loc"]]
-        field = ".".join(path[:2])
-        served = _INSTEAD.get(field) or _INSTEAD.get(path[0] if path else "")
+        # Where in a list it is says nothing about what serves instead.
+        served = _INSTEAD.get(".".join(part for part in path if not part.isdecimal()))
+        remedy = "send a value that fits"
+        if first["type"] in ("missing", "extra_forbidden"):
+            remedy = "send what the SDK `tinker` 0.38 sends"
         raise InvalidInput(
             f"this server does not support this: {first['msg']}" if served else first["msg"],
-            field=field or "body",
+            field=".".join(path[:2]) or "body",
             value=first.get("input"),
-            remedy=f"use {served}" if served else "send what the SDK `tinker` 0.38 sends",
+            remedy=f"use {served}" if served else remedy,
         ) from None

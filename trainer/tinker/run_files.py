@@ -19,6 +19,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from common.errors import InvalidInput, NotFound
+from common.process.storage import storing
 from common.weights.checksums import checksum
 from trainer.policy.scorer import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from trainer.tinker.interface import LoraSpec
@@ -106,16 +107,20 @@ def _tensors(tensors: dict[str, Tensor], path: Path) -> str:
 @contextmanager
 def _durably(folder: Path) -> Iterator[Path]:
     """Yields a directory for the files of a folder, which gets its name when they are on the
-    disk.
+    disk. Raises StorageFailed, and leaves nothing behind.
     """
     directory = folder.with_name(f"{folder.name}.partial")
-    shutil.rmtree(directory, ignore_errors=True)
-    directory.mkdir(parents=True)
-    yield directory
-    for path in (*directory.iterdir(), directory):
-        _sync(path)
-    directory.rename(folder)
-    _sync(folder.parent)
+    try:
+        with storing("the files of a run", folder, "trainer.run_dir"):
+            shutil.rmtree(directory, ignore_errors=True)
+            directory.mkdir(parents=True)
+            yield directory
+            for path in (*directory.iterdir(), directory):
+                _sync(path)
+            directory.rename(folder)
+            _sync(folder.parent)
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
 
 
 def _sync(path: Path) -> None:

@@ -10,9 +10,10 @@ crash gets the same answer, and so does a loop that goes on from its last checkp
 import asyncio
 import logging
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +28,14 @@ from trainer.tinker import requests
 from trainer.tinker.messages import write_samples
 from trainer.tinker.records import Checkpoint, Sampler, TinkerResult
 from trainer.tinker.state import State
-from trainer.tinker.store import Journal
+from trainer.tinker.store import Journal, TinkerStore
 from trainer.tinker.training import Spawn, failure
 
 log = logging.getLogger(__name__)
 _AT_ONCE = 256
-"""The most requests that the engines have at a time."""
+"""The most completions that the engines are asked for at a time."""
+_OF_ONE = 192
+"""The most of them for one sampler, so that another one's are begun at once."""
 _LOAD_S = 300.0
 _AGAIN_S = 1.0
 """Between attempts to load an adapter into an engine that has just started."""
@@ -127,7 +130,10 @@ class Sampling:
         """The requests of each sampler by number."""
         # One request of a sampler at a time is in the queue for the engines.
         self._turns: dict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
-        self._free = asyncio.Semaphore(_AT_ONCE)
+        self._next = asyncio.Lock()
+        self._freed = asyncio.Event()
+        self._working: Counter[str] = Counter()
+        """Completions of each sampler that the engines are asked for."""
 
     def add(self, name: str, number: int) -> None:
         """Answers a request of a sampler."""
@@ -139,6 +145,7 @@ class Sampling:
         del self._tasks[name][number]
         if not self._tasks[name]:
             del self._tasks[name]
+            del self._working[name]
             self._turns.pop(name, None)
 
     def queue(self, name: str) -> tuple[int, int]:
@@ -157,26 +164,50 @@ class Sampling:
             await self._end(name, number, failure(error))
 
     async def _one(self, name: str, number: int) -> None:
-        async with self._turns[name]:
-            await self._free.acquire()
+        find = partial(TinkerStore.operation, line=name, seq=number)
         try:
-            sampler = self._state.get(Sampler, name)
-            if sampler is None:  # its session was finished
-                return
-            operation = await self._journal.run(lambda store: store.operation(name, number))
-            body = requests.parse(requests.Sample, operation.body)
-            content, weights = await self._answer(sampler, body)
+            operation = await self._journal.run(find)
+            asked = orjson.loads(operation.body).get("num_samples", 1)
+            del operation  # thousands may wait, and prompts are long
+            async with self._room(name, min(asked, _OF_ONE)):
+                sampler = self._state.get(Sampler, name)
+                if sampler is None:  # its session was finished
+                    return
+                operation = await self._journal.run(find)
+                body = requests.parse(requests.Sample, operation.body)
+                content, weights = await self._answer(sampler, body)
             result = TinkerResult(ok=True, content=content, is_json=False, weights=weights)
         except Exception as error:
             if not isinstance(error, ServiceError):
                 log.exception("request %s:op:%d failed", name, number)
             result = failure(error)
-        finally:
-            self._free.release()
         await self._end(name, number, result)
 
+    @asynccontextmanager
+    async def _room(self, name: str, count: int) -> AsyncIterator[None]:
+        """Waits until the engines have room for so many completions of a sampler."""
+        async with self._turns[name]:
+            while self._working[name] + count > _OF_ONE:
+                await self._change()
+            async with self._next:
+                while self._working.total() + count > _AT_ONCE:
+                    await self._change()
+                self._working[name] += count
+        try:
+            yield
+        finally:
+            self._working[name] -= count
+            self._freed.set()
+
+    async def _change(self) -> None:
+        """Waits until the engines have more room."""
+        self._freed.clear()
+        await self._freed.wait()
+
     async def _end(self, name: str, number: int, result: TinkerResult) -> None:
-        await self._journal.run(lambda store: store.finish(name, number, result, repeatable=False))
+        await self._journal.settle(
+            lambda store: store.finish(name, number, result, repeatable=False)
+        )
         self._finished(name, number)
 
     async def _answer(self, sampler: Sampler, body: requests.Sample) -> tuple[bytes, str]:

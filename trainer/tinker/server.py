@@ -14,7 +14,7 @@ from common.errors import InvalidInput, Overloaded, ServiceLost
 from services.http.sqlite_store import sum_of
 from trainer.tinker import requests
 from trainer.tinker.interface import WITHOUT_STABLE_REINFORCE, LoraSpec
-from trainer.tinker.messages import read_pass
+from trainer.tinker.messages import MESSAGES
 from trainer.tinker.records import (
     Checkpoint,
     Fact,
@@ -98,6 +98,11 @@ class TinkerServer:
             spawn=self._spawn,
             finished=self._note_finished,
         )
+
+    @property
+    def not_ready(self) -> str | ServiceLost | None:
+        """Why results do not come, if so."""
+        return self.failure or self._journal.waits_for
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -229,27 +234,22 @@ class TinkerServer:
             lora = replace(lora, seed=sum_of((self._seed, body.model_seq_id)))
         return await self._begin(owner, body.session_id, body.model_seq_id, lora=lora, body=body)
 
-    async def load(self, owner: str, body: requests.LoadWeights) -> TinkerOperation:
+    async def load(self, owner: str, body: Any) -> TinkerOperation:
         """Accepts weights for a run, or as a new run."""
-        if body.model_id is not None and body.seq_id is not None:
-            run = self.state.find(TinkerRun, body.model_id, owner)
-            return await self._accept(
-                TinkerOperation(run.id, body.seq_id, "load_weights", body.stored())
-            )
-        if body.session_id is None or body.model_seq_id is None:
+        if isinstance(body, dict) and body.get("model_id") is not None:
+            return await self.accept(owner, "load_weights", body)
+        given = requests.validated(requests.LoadWeights, body)
+        if given.session_id is None or given.model_seq_id is None:
             raise InvalidInput(
                 "a load needs model_id and seq_id, or session_id and model_seq_id",
                 field="session_id",
                 remedy="send one of these pairs",
             )
-        if body.base_model is not None:
-            self.check_model(body.base_model)
-        source = self.state.find(
-            TinkerRun, self.state.find(Checkpoint, body.path, owner).run, owner
-        )
-        return await self._begin(
-            owner, body.session_id, body.model_seq_id, lora=source.lora, body=body
-        )
+        if given.base_model is not None:
+            self.check_model(given.base_model)
+        saved = self.state.find(Checkpoint, given.path, owner)
+        lora = self.state.find(TinkerRun, saved.run, owner).lora
+        return await self._begin(owner, given.session_id, given.model_seq_id, lora=lora, body=given)
 
     async def _begin(
         self,
@@ -272,15 +272,21 @@ class TinkerServer:
 
     async def accept_pass(self, owner: str, body: bytes) -> TinkerOperation:
         """Accepts a pass in protobuf: a loss, and its gradient unless it says forward only."""
-        given = await asyncio.to_thread(read_pass, body)
-        run = self.state.find(TinkerRun, given.run, owner)
-        kind = "forward" if given.forward_only else "forward_backward"
-        return await self._accept(TinkerOperation(run.id, given.seq, kind, body))
+        place = await asyncio.to_thread(MESSAGES.decode, "Place", body)
+        run = self.state.find(TinkerRun, place["run"], owner)
+        kind = "forward" if place["forward_only"] else "forward_backward"
+        return await self._accept(TinkerOperation(run.id, place["seq"], kind, body))
 
-    async def accept(self, owner: str, kind: str, body: requests.Numbered) -> TinkerOperation:
-        """Accepts an operation of a run."""
-        run = self.state.find(TinkerRun, body.model_id, owner)
-        return await self._accept(TinkerOperation(run.id, body.seq_id, kind, body.stored()))
+    async def accept(self, owner: str, kind: str, body: Any) -> TinkerOperation:
+        """Accepts an operation of a run.
+
+        What else is in it is checked when it is applied: the client has counted it, and goes on
+        with the next number also when it is refused.
+        """
+        place = requests.validated(requests.Place, body)
+        run = self.state.find(TinkerRun, place.model_id, owner)
+        operation = TinkerOperation(run.id, place.seq_id, kind, requests.stored(body))
+        return await self._accept(operation)
 
     async def accept_sample(self, owner: str, body: requests.Sample) -> TinkerOperation:
         """Accepts a request of a sampler."""

@@ -95,7 +95,7 @@ class State:
                 field="model_seq_id",
                 value=runs,
                 remedy="delete a run that is no longer needed (DELETE /api/v1/training_runs/ID), "
-                "or start the server with a larger --max-runs",
+                "or start the server with a larger --tinker.max_runs",
             )
 
     # ------------------------------------------------------------ files
@@ -133,8 +133,6 @@ class State:
 
     async def forget(self, facts: Sequence[Fact], journal: Journal, *kept: Fact) -> None:
         """Forgets facts with their operations, and writes `kept` in the same transaction."""
-        for fact in facts:
-            self.remove(fact)
 
         def write(store: TinkerStore) -> None:
             for fact in kept:
@@ -143,6 +141,8 @@ class State:
                 store.drop(fact)
 
         await journal.run(write)
+        for fact in facts:
+            self.remove(fact)
 
     def sweep(self) -> None:
         """Removes files that no fact names: what a killed process had begun, or not removed yet."""

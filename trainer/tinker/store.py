@@ -5,6 +5,7 @@ again finds the same one. `Journal` writes what is due at the same time in one t
 """
 
 import asyncio
+import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -14,9 +15,11 @@ from typing import Any, TypeVar, get_args
 import msgspec
 
 from common.errors import InvalidInput, NotFound, ServiceError
+from common.process.storage import StorageFailed
 from services.http.sqlite_store import TABLES, Damaged, SqliteStore, sealed, sum_of, unsealed
 from trainer.tinker.records import Fact, TinkerOperation, TinkerResult, TinkerRun
 
+log = logging.getLogger(__name__)
 _SCHEMA = (
     TABLES
     + """
@@ -34,6 +37,8 @@ _KINDS: dict[str, type[Fact]] = {kind.__name__: kind for kind in get_args(Fact)}
 _TABLES = ("operations", "results")
 KEPT_RESULTS = 256
 """Results of a run's latest operations that a client can still ask for."""
+AGAIN_S = 5.0
+"""Between attempts to write to a full disk."""
 _T = TypeVar("_T")
 
 
@@ -231,6 +236,8 @@ class Journal:
         self._store = store
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="tinker-store")
         self._due: SimpleQueue[tuple[Callable[[TinkerStore], Any], Future[Any]]] = SimpleQueue()
+        self.waits_for: str | None = None
+        """What results wait for before they are written, if so."""
 
     async def run(self, work: Callable[[TinkerStore], _T]) -> _T:
         """Returns what `work` returns, once it is on disk."""
@@ -240,6 +247,22 @@ class Journal:
         asyncio.get_running_loop().call_soon(self._thread.submit, self._write)
         # A caller that is cancelled does not undo what is written with it.
         return await asyncio.shield(asyncio.wrap_future(done))
+
+    async def settle(self, work: Callable[[TinkerStore], _T]) -> _T:
+        """Does the same as `run`, and waits while the disk is full: what was computed is not lost,
+        nor computed twice.
+        """
+        while True:
+            try:
+                found = await self.run(work)
+                self.waits_for = None
+                return found
+            except StorageFailed as error:
+                if error.code != "disk_full":
+                    raise
+                self.waits_for = str(error)
+            log.warning("results wait: %s", self.waits_for)
+            await asyncio.sleep(AGAIN_S)
 
     async def close(self) -> None:
         """Waits for what is due and closes the file."""

@@ -12,12 +12,14 @@ import logging
 import shutil
 import time
 from collections.abc import Callable, Coroutine, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from common.errors import Conflict, InvalidInput, NotFound, ServiceError, error_text
+from common.process.storage import StorageFailed
 from services.http.one_thread import OneThread
 from trainer.tinker import requests
 from trainer.tinker.messages import read_pass, write_outputs
@@ -145,24 +147,31 @@ class Training:
                 if number not in line.waiting:  # the run was deleted
                     return
                 find = partial(TinkerStore.operation, line=line.run.id, seq=number)
-                await self._apply(line.run, await self._journal.run(find))
+                facts, outdated = await self._apply(line.run, await self._journal.run(find))
                 line.waiting.remove(number)
                 line.following += 1
+                await self._clean(facts, outdated)
             self._finished(line.run.id, number)
 
     async def forget(self, run: TinkerRun) -> None:
         """Removes a run from memory, with what waits for it; its files stay."""
         # The operation in work writes the run when it ends.
         async with self._turn:
-            self._lines.pop(run.id).waiting.clear()
+            line = self._lines.pop(run.id, None)
+            if line is not None:  # as when an earlier attempt could not be written
+                line.waiting.clear()
             await self._lose(run)
 
     async def close(self) -> None:
         """Waits for the operation in work."""
         await self._thread.close()
 
-    async def _apply(self, run: TinkerRun, operation: TinkerOperation) -> None:
-        """Applies an operation and writes its result, with the snapshot that is due."""
+    async def _apply(
+        self, run: TinkerRun, operation: TinkerOperation
+    ) -> tuple[list[Fact], Path | None]:
+        """Applies an operation and writes its result, with the snapshot that is due; returns what
+        is on disk now, and the folder of the snapshot before.
+        """
         run.used = time.time()
         facts: list[Fact] = [run]
         outdated = None
@@ -175,8 +184,12 @@ class Training:
             result = TinkerResult(ok=True, content=outcome.content, is_json=outcome.is_json)
             if operation.kind == "optim_step":
                 run.copies = 0
-            if operation.kind == "load_weights" or unsaved > SNAPSHOT_S:
+            if operation.kind == "load_weights":
                 outdated = await self._save(run, operation.seq)
+            elif unsaved > SNAPSHOT_S:
+                # Without it, the run comes back from an earlier one.
+                with suppress(StorageFailed):
+                    outdated = await self._save(run, operation.seq)
             facts += outcome.facts
         except Exception as error:
             # A refusal has changed nothing. What any other error has changed is not known: the run
@@ -194,8 +207,8 @@ class Training:
                 store.put(fact)
             store.passed(run)
 
-        await self._journal.run(write)
-        await self._clean(facts, outdated)
+        await self._journal.settle(write)
+        return facts, outdated
 
     async def _clean(self, facts: Sequence[Fact], outdated: Path | None) -> None:
         """Adds what is on disk now to the state, and removes what it replaces or outlives."""
@@ -205,8 +218,9 @@ class Training:
                 await remove_files(self._state.files(replaced))
         if outdated is not None:
             await remove_files(outdated)
-        for checkpoint in self._state.outdated():
-            await self._state.delete(checkpoint, self._journal)
+        with suppress(StorageFailed):  # what is left is removed after the next operation
+            for checkpoint in self._state.outdated():
+                await self._state.delete(checkpoint, self._journal)
 
     # ------------------------------------------------------------ memory
 
@@ -239,16 +253,18 @@ class Training:
         """Frees the memory of an idle run, after a snapshot of what is not saved."""
         line = self._lines[name]
         run = line.run
+
+        def note(store: TinkerStore) -> None:
+            store.put(run)
+            store.passed(run)
+
         if self._resident[name]:
-            outdated = await self._save(run, line.following - 1)
-
-            def note(store: TinkerStore) -> None:
-                store.put(run)
-                store.passed(run)
-
-            await self._journal.run(note)
-            if outdated is not None:
-                await remove_files(outdated)
+            # Without a snapshot, the run comes back from an earlier one.
+            with suppress(StorageFailed):
+                outdated = await self._save(run, line.following - 1)
+                await self._journal.settle(note)
+                if outdated is not None:
+                    await remove_files(outdated)
         await self._lose(run)
 
     async def _lose(self, run: TinkerRun) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 
+from common.process import logs
 from common.wire.schemas import WeightManifest, WorkerReport
 from trainer.weights.board import WeightBoard
 from trainer.weights.broadcast import Broadcaster
@@ -37,6 +38,8 @@ class Publisher:
     """Called with the size in bytes and the duration in seconds of every version."""
     shared: bool = False
     """Whether nodes share this disk: the manifest then has the path of the files."""
+    has_deltas: bool = True
+    """Whether nodes get what has changed; else they read whole files."""
     broadcaster: Broadcaster | None = None
     """Sends the tensors; when None, versions are written to files."""
 
@@ -62,33 +65,35 @@ class Publisher:
         Raises PublishFailed when none does, and ConfigError for an engine that no broadcast can
         reach.
         """
-        begin = time.monotonic()
-        if self.broadcaster is None:
-            manifest = self._write(weights, version)
-            size = sum(file.size for file in manifest.files)
-        else:
-            manifest, size = self.broadcaster.publish(weights, version)
-        self._wait_confirmed(manifest)
-        if self.broadcaster is not None:
-            self.broadcaster.refuse_other_nccl()  # of engines that have reported only now
-            self.broadcaster.close_if_broken()
+        # The agents use the same id (`services.rollout.weights.follow`).
+        with logs.request(f"{self.run_id}-v{version}", self.run_id):
+            begin = time.monotonic()
+            if self.broadcaster is None:
+                manifest = self._write(weights, version)
+                size = sum(file.size for file in manifest.files)
+            else:
+                manifest, size = self.broadcaster.publish(weights, version)
+            self._wait_confirmed(manifest)
+            if self.broadcaster is not None:
+                self.broadcaster.refuse_other_nccl()  # of engines that have reported only now
+                self.broadcaster.close_if_broken()
 
-        seconds = time.monotonic() - begin
-        self.published(size, seconds)
-        if manifest.broadcast:
-            transport = "broadcast"
-        else:
-            transport = "shared" if manifest.directory else "http"
-        log.log(
-            # The log line of the step has the seconds anyway.
-            logging.INFO if seconds >= 1 else logging.DEBUG,
-            "weights %d: %.1f MB in %.2f s (%.0f MB/s) by %s",
-            version,
-            size / 1e6,
-            seconds,
-            size / max(seconds, 1e-6) / 1e6,
-            transport,
-        )
+            seconds = time.monotonic() - begin
+            self.published(size, seconds)
+            if manifest.broadcast:
+                transport = "broadcast"
+            else:
+                transport = "shared" if manifest.directory else "http"
+            log.log(
+                # The log line of the step has the seconds anyway.
+                logging.INFO if seconds >= 1 else logging.DEBUG,
+                "weights %d: %.1f MB in %.2f s (%.0f MB/s) by %s",
+                version,
+                size / 1e6,
+                seconds,
+                size / max(seconds, 1e-6) / 1e6,
+                transport,
+            )
 
     def _write(self, weights: Weights, version: int) -> WeightManifest:
         """Writes and announces a version as files; returns its manifest."""
@@ -99,7 +104,7 @@ class Publisher:
             directory,
             run_id=self.run_id,
             version=version,
-            previous=self.board.latest(),
+            previous=self.board.latest() if self.has_deltas else None,
         )
         if self.shared:
             manifest.directory = str((directory / version_name(version)).absolute())

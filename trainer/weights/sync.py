@@ -10,13 +10,14 @@ from concurrent.futures import Future, wait
 from functools import partial
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from common.process.daemon_threads import in_daemon_thread
+from common.weights.checksums import Hasher
 from learning.staging import Staging
 from trainer.policy.policy import Policy
 from trainer.timing import PUBLISHING, StageClock
-from trainer.weights.checksum import WeightsChecksum
 from trainer.weights.gpu_lease import EngineMemory
 from trainer.weights.versions import Weights
 
@@ -60,7 +61,8 @@ class WeightSync:
         self._copies = copies or in_background
         self._may_load = may_load
         self._has_checksums = has_checksums
-        self._served = _done()
+        self._served: Future[None] = Future()
+        self._served.set_result(None)  # nothing is in flight
         self._staging: Staging | None = None
 
     def gather(self, policy: Policy) -> Weights:
@@ -124,7 +126,23 @@ class WeightSync:
         wait([self._served], _LAST_PUBLISHING_S)
 
 
-def _done() -> "Future[None]":
-    future: Future[None] = Future()
-    future.set_result(None)
-    return future
+class WeightsChecksum:
+    """The checksum of the weights that have passed through `over`, by which two runs are compared:
+    their names, dtypes, shapes and values, in order.
+    """
+
+    def __init__(self) -> None:
+        self._digest = Hasher()
+
+    def over(self, weights: Weights) -> Iterator[tuple[str, Tensor]]:
+        """Yields the weights unchanged and adds them to the checksum."""
+        for name, tensor in weights:
+            self._digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
+            on_host = tensor.detach().contiguous().cpu()
+            if on_host.numel():
+                self._digest.update(memoryview(on_host.reshape(-1).view(torch.uint8).numpy()))
+            yield name, tensor
+
+    def hexdigest(self) -> str:
+        """Returns 32 hex digits."""
+        return self._digest.hexdigest()

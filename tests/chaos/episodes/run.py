@@ -38,10 +38,9 @@ from tests.support.paths import ROOT
 from tests.support.processes.ports import free_port
 from trainer.policy.scorer import load_tokenizer
 from trainer.rollouts.collector import Collector
-from trainer.rollouts.context import RolloutContext
 from trainer.rollouts.ground_truths import GroundTruthCheck
 from trainer.rollouts.prompt_cursor import PromptCursor, PromptProgress
-from trainer.rollouts.services import Services
+from trainer.rollouts.services import RolloutContext, Services
 from trainer.timing import StageClock
 
 BASE = "http://in-process"

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from common.clients.rollout import GenerationFailed, completion_from_answer, read_completions
+from tests.support.errors import raises
 
 
 def answer(ids: list[int], pairs: list[list[Any]]) -> dict[str, Any]:
@@ -37,7 +38,7 @@ def test_the_reason_says_what_is_missing(
 
 
 def test_truncated_sampling_needs_the_tokens_that_it_left() -> None:
-    with pytest.raises(GenerationFailed, match="does not say which tokens it sampled") as failed:
+    with raises(GenerationFailed, field="return_sampling_mask") as failed:
         completion_from_answer(answer([5], [[-1.0, 5, None]]), truncated=True)
     assert failed.value.field == "return_sampling_mask"
     assert "sglang-router drops that field" in str(failed.value.remedy)

@@ -12,6 +12,7 @@ from common.settings.config import Config
 from common.settings.sections import DataSection
 from common.wire.schemas import Prompt
 from services.data.app import create_data_app
+from tests.support.errors import raises
 
 TRAIN = [Prompt(id=f"t/{n}", prompt=f"problem {n}", ground_truth=str(n)) for n in range(30)]
 EVAL = [Prompt(id=f"e{n}", prompt=f"held-out {n}", ground_truth=str(n)) for n in range(5)]
@@ -169,7 +170,7 @@ async def test_task_and_columns_are_present_only_if_the_data_has_them(tmp_path: 
 
 
 async def test_pass_rates_are_refused_without_a_curriculum(client: DataClient) -> None:
-    with pytest.raises(ServiceError, match=r"set data\.curriculum difficulty") as caught:
+    with raises(ServiceError, field="data.curriculum") as caught:
         await client.report_pass_rates(["t/1"], [0.5], "r")
     assert caught.value.status == 422
 

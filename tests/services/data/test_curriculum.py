@@ -25,6 +25,7 @@ from services.data.curriculum import (
     weight_of_pass_rate,
 )
 from services.data.stream import PromptStream
+from tests.support.errors import raises
 
 SIZE = 12
 GOLDEN = [0.9453165290142962, 0.5891776823904694, 0.687871251503304]
@@ -198,9 +199,9 @@ def test_a_repeated_report_counts_once(tmp_path: Path) -> None:
         for _ in range(3):
             source.report([("p3", value)], f"of {value}")
     assert known(source).mean_pass_rate == 0.5
-    with pytest.raises(InvalidInput, match="was used for other pass rates"):
+    with raises(InvalidInput, field="request_id"):
         source.report([("p3", 0.25)], "of 1.0")
-    with pytest.raises(InvalidInput, match=r"no such prompt in the training split .* value: p99"):
+    with raises(InvalidInput, field="prompt_ids", value="p99"):
         source.report([("p3", 0.25), ("p99", 1.0)], "new")
     assert known(source).known == 1
 
@@ -222,7 +223,7 @@ def test_late_calls_of_a_run_that_has_ended_change_nothing(tmp_path: Path) -> No
     for call in late:
         with (
             logs.request("late", "run-1"),
-            pytest.raises(Conflict, match="run run-1 has ended here: run run-2"),
+            raises(Conflict, code="superseded", value="run-1"),
         ):
             call()
     assert source.stats() == before
@@ -301,12 +302,12 @@ def test_failed_write_changes_nothing(tmp_path: Path) -> None:
 
 def test_a_plain_stream_takes_no_pass_rates_and_is_another_one(tmp_path: Path) -> None:
     plain = PromptStream(prompts(), 0, tmp_path / "plain")
-    with pytest.raises(InvalidInput, match=r"set data\.curriculum difficulty"):
+    with raises(InvalidInput, field="data.curriculum"):
         plain.report([("p3", 0.5)], "r")
-    with pytest.raises(ConfigError, match="belongs to a stream with the curriculum none"):
+    with raises(ConfigError, field="state_dir"):
         stream(tmp_path / "plain")
     stream(tmp_path / "drawn").close()
-    with pytest.raises(ConfigError, match="belongs to a stream with the curriculum difficulty"):
+    with raises(ConfigError, field="state_dir"):
         PromptStream(prompts(), 0, tmp_path / "drawn")
 
 

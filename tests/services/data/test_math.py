@@ -12,6 +12,7 @@ from common.prompts.stated_answers import last_box
 from common.settings.sections import DataSection
 from services.data.loaders import GSM8KLoader, MATHLoader, load_split
 from services.data.loaders_math import level_number
+from tests.support.errors import raises
 from tests.support.paths import SHARED_DATA
 
 needs_gsm8k = pytest.mark.skipif(
@@ -167,7 +168,7 @@ def test_filters_by_level(tmp_path: Path) -> None:
     write(tmp_path, PROBLEMS)
     assert problems(MATHLoader(source=tmp_path)) == "abcde"
     assert problems(MATHLoader(levels=[3, "4", "Level 5"], source=tmp_path)) == "bcd"
-    with pytest.raises(ConfigError, match=r"field: data\.levels · value: hard"):
+    with raises(ConfigError, field="data.levels", value="hard"):
         MATHLoader(levels=["hard"], source=tmp_path)
     with pytest.raises(ConfigError, match="no problems"):
         MATHLoader(levels=[2], source=tmp_path).load("train")

@@ -14,6 +14,7 @@ from common.process.storage import StorageFailed
 from common.wire.schemas import Prompt
 from services.data.stream import PromptStream, permutation
 from services.http.sqlite_store import REMEMBERED_REQUESTS
+from tests.support.errors import raises
 
 GOLDEN_0 = [6, 3, 1, 4, 5, 2, 7, 0]
 GOLDEN_1 = [0, 6, 7, 2, 1, 4, 3, 5]
@@ -105,7 +106,7 @@ def test_a_repeated_request_gets_the_same_batch(tmp_path: Path) -> None:
     assert again.take(4, request_id="b").position == 4
     assert again.stats().prompts_served == 8
     for count, shuffle in ((5, True), (4, False)):
-        with pytest.raises(InvalidInput, match=r"batch_size=4, shuffle=true .* value: a"):
+        with raises(InvalidInput, field="request_id", value="a"):
             again.take(count, shuffle, "a")
     assert again.stats().position == 8
 
@@ -150,7 +151,7 @@ def test_calls_of_a_run_that_has_ended_move_nothing_after_a_restart(tmp_path: Pa
     stream = PromptStream(prompts(), 0, tmp_path)
     with logs.request("late", "run-1"):
         for call in (partial(stream.take, 2), partial(stream.seek, 0)):
-            with pytest.raises(Conflict, match="run run-1 has ended here: run run-2"):
+            with raises(Conflict, code="superseded", value="run-1"):
                 call()
     with logs.request("work", "run-2"):
         stream.seek(0, request_id="run-2-seek")  # repeated
@@ -205,7 +206,7 @@ def test_a_damaged_file_is_named(tmp_path: Path) -> None:
 
 def test_a_state_directory_that_cannot_be_made_is_named(tmp_path: Path) -> None:
     (tmp_path / "data").write_text("a file", encoding="utf-8")
-    with pytest.raises(ConfigError, match="set another state_dir"):
+    with raises(ConfigError, field="state_dir"):
         PromptStream(prompts(), 0, tmp_path)
 
 

@@ -28,6 +28,7 @@ from services.environment.runtimes import load_runtime
 from services.http.app import listen
 from tests.support.environments import fake_containers
 from tests.support.environments.environments import Served, request_for, served
+from tests.support.errors import raises
 from tests.support.paths import ROOT
 
 pytestmark = pytest.mark.integration
@@ -469,6 +470,6 @@ def test_a_runtime_that_cannot_work_is_refused_at_the_start(
 
 
 def test_only_programs_read_the_settings_of_containers() -> None:
-    with pytest.raises(ConfigError, match=r"runtime.kind is set but not read"):
+    with raises(ConfigError, field="runtime.kind"):
         from_mapping({"environment.name": "python", "runtime.kind": "docker"})
     from_mapping({"environment.name": "harbor:agent", "runtime.kind": "docker"})

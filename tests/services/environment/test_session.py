@@ -20,6 +20,7 @@ from services.environment.session import (
 )
 from services.environment.template import Template
 from services.environment.tree import SessionTree
+from tests.support.errors import raises
 from tests.support.models.trap_models import (
     CHATML,
     STRIPS,
@@ -541,7 +542,7 @@ async def test_a_template_without_tools_refuses_calls_with_tools() -> None:
     )
     asks = "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
     session, _, _ = trap_session(["ok", "ok"], plain + asks)
-    with pytest.raises(InvalidInput, match="does not support tools"):
+    with raises(InvalidInput, field="tools"):
         await ask(session, [user("x")], TOOLS)
     first = await ask(session, [user("x")])
     await ask(session, [user("x"), sent_back(first), user("y")])

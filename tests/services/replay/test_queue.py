@@ -18,6 +18,7 @@ from common.settings.sections import ReplaySection
 from common.wire.schemas import Group, SampleRequest, TakeRequest
 from services.replay.buffer import ReplayBuffer, unpack_groups
 from tests.support.batches.replay_groups import MakeGroup
+from tests.support.errors import raises
 from tests.support.processes.load import held
 
 
@@ -467,7 +468,7 @@ async def test_late_calls_of_a_run_that_has_ended_change_nothing(
     for call in calls:
         with (
             logs.request("late", "run-1"),
-            pytest.raises(ServiceError, match="run run-1 has ended here: run run-2") as error,
+            raises(ServiceError, code="superseded", value="run-1") as error,
         ):
             await call()
         assert (error.value.status, error.value.code) == (409, "superseded")
@@ -485,7 +486,7 @@ async def test_a_take_that_waits_while_another_run_begins_leases_none_of_its_gro
     await held(client, "requests_in_progress", 1)
     await client.reset_fresh(run_id="run-2")
     await client.add([make_group("a")])
-    with pytest.raises(ServiceError, match="run run-1 has ended here: run run-2"):
+    with raises(ServiceError, code="superseded", value="run-1"):
         await waiting
     assert (await client.stats())["leased"] == 0
 
@@ -496,7 +497,7 @@ async def test_a_late_take_of_a_run_that_a_lost_store_knew_leases_nothing(
     """The store was emptied after run-1, and run-2 is the first that it knows."""
     await client.reset_fresh(run_id="run-2")
     await client.add([make_group("a")])
-    with pytest.raises(ServiceError, match="run run-1 has ended here: run run-2"):
+    with raises(ServiceError, code="superseded", value="run-1"):
         await client.take(take(1, "run-1-take-1", run_id="run-1"))
     assert (await client.stats())["leased"] == 0
 

@@ -18,6 +18,7 @@ from common.wire.schemas import WorkerReport, adapter_name
 from services.rollout.engine_client import EngineClient
 from tests.support.engines.engines import expected_logprobs, write_adapter, write_model
 from tests.support.engines.rollout_nodes import GROUP, TRAINER_PORT, Node, names, until
+from tests.support.errors import raises
 from trainer.backends.server import BackgroundServer, create_trainer_app
 from trainer.weights.adapters import AdapterPublisher
 from trainer.weights.board import WeightBoard
@@ -105,7 +106,7 @@ async def test_a_node_follows_adapters_through_a_crash_and_a_new_run(cluster: Cl
             await check(cluster, rollout, "a", version)
         assert set(await engine.adapters()) == {adapter_name("a", 1), adapter_name("a", 2)}
         rollout.adapter = (adapter_name("a", 0), 0)
-        with pytest.raises(ServiceError, match="not loaded"):
+        with raises(ServiceError, field="lora_path"):
             await rollout.generate(PROMPT, n=1, max_new_tokens=8, temperature=1, stop_token_ids=[])
         starts = node.status()["engine_starts"]
         node.engine().kill()

@@ -1,4 +1,4 @@
-"""Small runs with an audit record, and their replay by the command."""
+"""Small runs with an audit record, and their re-execution by the command."""
 
 import os
 import subprocess
@@ -23,8 +23,8 @@ def audited(model: Path, run_dir: Path, *more: str) -> Config:
     return load([*words, *more], {})
 
 
-def replayed(run_dir: Path, step: int, *more: str) -> tuple[int, str]:
-    """Replays a step by `rlhf audit` and returns its exit status and what it printed."""
+def reexecuted(run_dir: Path, step: int, *more: str) -> tuple[int, str]:
+    """Re-executes a step by `rlhf audit` and returns its exit status and what it printed."""
     return command(str(run_dir), "--step", str(step), *more)
 
 

@@ -22,6 +22,7 @@ from common.wire.codec import decode_groups
 from common.wire.schemas import Group, WeightManifest
 from services.engine.scheduler import Scheduler
 from tests.support.batches.groups import batch_of
+from tests.support.errors import raises
 from tests.support.paths import ROOT
 from tests.support.runs.in_process import metrics
 from trainer import train_in_process
@@ -345,7 +346,7 @@ def test_off_policy_runs_are_corrected_unless_told_otherwise(
     )  # as the run saves it
     cap = [*words, "--algorithm.correction_cap", "3"]
     if expected == "none":
-        with pytest.raises(ConfigError, match=r"algorithm\.correction_cap is set but not read"):
+        with raises(ConfigError, field="algorithm.correction_cap"):
             load(cap, {})
     else:
         assert load(cap, {}).algorithm.correction_cap == 3

@@ -14,6 +14,7 @@ from transformers.trainer_callback import DefaultFlowCallback, TrainerState
 from common.errors import ConfigError, ServiceError
 from common.process.run_lock import LOCK
 from services.data.tiny import problems
+from tests.support.errors import raises
 from trainer import GRPOConfig, GRPOTrainer, OnlineRLTrainer, TrainerConfig
 from trainer.api.callbacks import Callbacks
 
@@ -96,7 +97,7 @@ def test_a_metric_that_evaluations_lack_is_refused_before_training(
 ) -> None:
     settings = config(tmp_path, metric_for_best_model="rewrd")
     trainer = GRPOTrainer(str(base_model), Scripted(RISES), settings, ROWS, ROWS[:2])
-    with pytest.raises(ConfigError, match="no such number") as caught:
+    with raises(ConfigError, field="metric_for_best_model") as caught:
         trainer.train()
     assert caught.value.field == "metric_for_best_model"
     assert "reward" in str(caught.value.remedy)
@@ -205,7 +206,7 @@ def test_only_the_last_epoch_can_end_early(base_model: Path, tmp_path: Path, epo
     if epochs == 1:
         assert trainer.train().global_step == 1
         return
-    with pytest.raises(ConfigError, match="an epoch cannot end early"):
+    with raises(ConfigError, field="control.should_epoch_stop"):
         trainer.train()
 
 

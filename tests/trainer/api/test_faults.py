@@ -6,6 +6,7 @@ import json
 import sqlite3
 from collections.abc import Awaitable, Callable
 from contextlib import closing
+from typing import Any
 
 import httpx
 import pytest
@@ -13,9 +14,12 @@ from rich.console import Console
 
 from common.clients.data import DataClient
 from common.clients.replay import ReplayClient
+from common.errors import ServiceError
+from common.process.run_lock import LOCK
 from common.settings.config import Config
 from common.wire.schemas import PromptBatch, TakenGroups, TakeRequest
 from services.http.sqlite_store import sum_of
+from tests.support.errors import raises
 from tests.support.runs.in_process import Faulty, metrics, quiet, stored
 from trainer import train_in_process
 from trainer.rollouts.collector import CollectFailed
@@ -44,6 +48,24 @@ def test_a_data_server_that_lost_its_cursor_is_set_back(settings: Callable[..., 
     assert len({group.prompt_id for group in stored(config)}) == 12
 
 
+def test_a_run_that_is_taken_over_in_its_start_does_not_end_the_other_one(
+    settings: Callable[..., Config],
+) -> None:
+    config = settings()
+
+    def taking_over(app: Any) -> httpx.ASGITransport:
+        holder = {"run": "another", "token": "of another"}
+        assert config.trainer.run_dir is not None
+        (config.trainer.run_dir / LOCK).write_text(json.dumps(holder))
+        return httpx.ASGITransport(app)
+
+    with pytest.raises(ServiceError) as caught:
+        train_in_process(config, quiet(), taking_over)
+    assert caught.value.code == "run_taken_over"
+    with closing(sqlite3.connect(config.state_dir / "data" / "stream.db")) as db:
+        assert db.execute("SELECT * FROM runs").fetchall() == [], "it has begun at no service"
+
+
 def test_another_client_that_keeps_drawing_prompts_ends_the_run(
     settings: Callable[..., Config], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -54,7 +76,7 @@ def test_another_client_that_keeps_drawing_prompts_ends_the_run(
         return await prompts(client, count, request_id)
 
     monkeypatch.setattr(DataClient, "prompts", shared)
-    with pytest.raises(CollectFailed, match="another client draws from it"):
+    with raises(CollectFailed, field="prompts"):
         train_in_process(settings(), quiet())
 
 
@@ -104,10 +126,7 @@ def test_groups_that_another_client_acknowledges_end_the_run(
         await client.ack([group.id for group in taken.groups])
 
     before_the_first_take(steal)
-    with pytest.raises(
-        CollectFailed,
-        match="3 groups were acknowledged or dropped in the replay-buffer by another client",
-    ):
+    with raises(CollectFailed, field="/groups/ack", value="3"):
         train_in_process(settings(), quiet())
 
 
@@ -212,8 +231,8 @@ def test_too_many_failures_stop_the_run_with_the_reason(settings: Callable[..., 
     def response() -> httpx.Response:
         return httpx.Response(400, json={"error": {"message": "the engine is out of order"}})
 
-    with pytest.raises(
-        CollectFailed, match=r"5 groups in a row were dropped.*the engine is out of order"
+    with raises(
+        CollectFailed, code="groups_dropped", field="limits.max_failed_groups", value="5"
     ) as raised:
         train_in_process(config, quiet(), lambda app: Faulty(app, set(range(1, 1000)), response))
 

@@ -20,6 +20,7 @@ import pytest
 
 from common.errors import ConfigError, ServiceError
 from services.data.tiny import Split, problems
+from tests.support.errors import raises
 from tests.support.paths import ROOT
 from tests.support.processes.forks import Forked
 from tests.support.processes.hub import data_set, hub
@@ -220,7 +221,7 @@ def test_custom_problems_and_resuming(
         str(tmp_path / "run"),
     ]
     train_math.main([*words, "--max-steps", "1"])
-    with pytest.raises(ConfigError, match="the output directory already has a run"):
+    with raises(ConfigError, field="--output-dir"):
         train_math.main([*words, "--max-steps", "2"])
     capsys.readouterr()
     train_math.main([*words, "--max-steps", "2", "--resume"])
@@ -244,7 +245,7 @@ def test_a_data_set_smaller_than_asked_for(base_model: Path, tmp_path: Path) -> 
             "8",
         ]
     )
-    with pytest.raises(ConfigError, match=r"has only 2 problems.*field: --num-samples.*value: 3"):
+    with raises(ConfigError, field="--num-samples", value="3"):
         evaluate_model.main(
             [
                 "--model",
@@ -393,9 +394,7 @@ def test_settings_are_read_as_on_a_command_line() -> None:
 
 
 def test_a_missing_key_variable_is_named(base_model: Path) -> None:
-    with pytest.raises(
-        ServiceError, match=r"no such environment variable.*--api-key-env.*NOT_SET_HERE"
-    ):
+    with raises(ServiceError, field="--api-key-env", value="NOT_SET_HERE"):
         evaluate_model.main(
             ["--model", "http://127.0.0.1:1", "--dataset", "tiny", "--api-key-env", "NOT_SET_HERE"]
         )

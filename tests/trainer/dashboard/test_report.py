@@ -10,6 +10,7 @@ import pytest
 
 from common.errors import ConfigError
 from tests.support.browser.browser import Page
+from tests.support.errors import raises
 from tests.support.paths import ROOT
 from tests.support.runs.run_files import evaluation, line, make_run, write
 from trainer.cli.report import main
@@ -69,7 +70,7 @@ def test_a_report_loads_nothing_and_no_text_of_a_model_is_markup(
 
 
 def test_the_command_names_what_is_wrong(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="no such run directory"):
+    with raises(ConfigError, field="RUN_DIR"):
         main([str(tmp_path / "absent")])
     for module in ("trainer.report", "trainer.dashboard"):
         done = subprocess.run(

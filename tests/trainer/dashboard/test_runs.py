@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from common.errors import ConfigError, NotFound
+from tests.support.errors import raises
 from tests.support.runs.run_files import evaluation, line, make_run, write
 from trainer.dashboard.columns import step_numbers
 from trainer.dashboard.run_list import RunList
@@ -155,9 +156,7 @@ def test_an_empty_directory_opens_and_says_what_is_missing(tmp_path: Path) -> No
 
 
 def test_a_missing_directory_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(
-        ConfigError, match=r"no such run directory.*absent.*name the directory of a run"
-    ):
+    with raises(ConfigError, field="RUN_DIR"):
         RunReader(tmp_path / "absent")
 
 

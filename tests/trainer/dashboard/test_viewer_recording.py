@@ -24,6 +24,7 @@ from common.process.storage import StorageFailed
 from common.settings.config import Config
 from common.wire.codec import decode_groups, plain
 from common.wire.schemas import Prompt
+from tests.support.errors import raises
 from tests.support.runs.recorded_groups import group, record, trained
 from tests.support.services.apps import tiny
 from trainer import train_in_process
@@ -274,9 +275,7 @@ def test_a_file_that_is_damaged_or_cannot_be_written_is_named(tmp_path: Path) ->
     whole = path.read_bytes()
     for damaged in (b"", whole[: len(whole) // 2], whole[:60] + b"\xff" * 20 + whole[80:]):
         path.write_bytes(damaged)
-        with pytest.raises(
-            ServiceError, match=r"the groups of step 1 cannot be read.*step_000001.zip"
-        ):
+        with raises(ServiceError, code="damaged"):
             read_group(tmp_path, 1, 0)
     path.write_bytes(whole)
     with pytest.raises(ServiceError, match=r"00007\.msgpack"):

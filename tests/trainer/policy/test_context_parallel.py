@@ -13,6 +13,7 @@ from common.settings.config import load
 from learning.ranks import Ranks
 from tests.support.batches.groups import VOCABULARY
 from tests.support.batches.sharding import One, arguments, run_cases
+from tests.support.errors import raises
 from tests.support.models.tiny_models import MLA, write
 from tests.support.processes.ranks import run_ranks
 from tests.support.workers import long_row
@@ -171,5 +172,5 @@ def test_models_that_are_not_packed_are_refused(policy_dir: Path, tmp_path: Path
 
 @pytest.mark.parametrize(("ranks", "size"), [(1, 2), (4, 3)])
 def test_ranks_that_cannot_be_divided_are_refused(ranks: int, size: int) -> None:
-    with pytest.raises(ConfigError, match=r"cannot be divided.*parallel\.context_size"):
+    with raises(ConfigError, field="parallel.context_size"):
         Ranks(world_size=ranks, context_size=size)

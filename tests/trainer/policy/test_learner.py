@@ -19,6 +19,7 @@ from learning.layout import Packing, Padded
 from learning.optimizer import NonFiniteGradients
 from learning.ranks import Ranks
 from tests.support.batches.groups import known, make_group, prepared, whole
+from tests.support.errors import raises
 from tests.support.processes.ranks import run_ranks
 from trainer.algorithms.batch import Batch, MicroBatch
 from trainer.policy.learning_rate import learning_rate
@@ -181,7 +182,7 @@ def test_micro_batch_size_limits_the_completions(
 def test_the_requested_device_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert Ranks().device.type == "cpu"
-    with pytest.raises(ConfigError, match=r"no GPU.*trainer\.device.*cuda.*remedy"):
+    with raises(ConfigError, field="trainer.device", value="cuda"):
         Ranks(device_kind="cuda")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert Ranks().device.type == "cuda"
@@ -352,9 +353,7 @@ def test_an_update_whose_gradient_is_not_finite_is_skipped_and_several_stop_the_
         assert torch.equal(value, before[name])
     assert policy.update(good).metrics.skipped == 0  # restarts the count
     policy.update(bad)
-    with pytest.raises(
-        NonFiniteGradients, match=r"2 gradients in a row.*field: optimizer\.learning_rate"
-    ):
+    with raises(NonFiniteGradients, field="optimizer.learning_rate"):
         policy.update(bad)
 
 

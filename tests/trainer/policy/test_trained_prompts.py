@@ -11,6 +11,7 @@ from common.prompts.prompter import PromptStyle
 from common.settings.config import load
 from common.wire.schemas import Prompt
 from services.data.sft_examples import load_examples
+from tests.support.errors import raises
 from tests.support.runs.sft import fine_tune
 from trainer import ModelEvaluator, OnlineRLTrainer, TrainerConfig
 from trainer.policy.trained_prompts import TRAINED_PROMPTS, TrainedPrompts, style_of
@@ -70,7 +71,7 @@ def test_a_prompt_takes_8_bytes(tmp_path: Path) -> None:
 
 def test_a_damaged_file_is_named(tmp_path: Path) -> None:
     (tmp_path / TRAINED_PROMPTS).write_bytes(b"PK\3\4 cut")
-    with pytest.raises(ConfigError, match="fingerprints of the training prompts cannot be read"):
+    with raises(ConfigError, field="model.name"):
         TrainedPrompts.of(tmp_path)
 
 

@@ -21,6 +21,7 @@ from tests.support.batches.groups import (
     whole,
     with_algorithm,
 )
+from tests.support.errors import raises
 from trainer.algorithms.compute_advantages import compute_advantages
 from trainer.policy.policy import Policy
 from trainer.policy.reference import Reference
@@ -281,5 +282,5 @@ def test_a_skipped_update_leaves_the_policy(config: Config, groups: list[Group])
 
 def test_groups_of_different_sizes_are_refused(config: Config) -> None:
     rng = np.random.default_rng(0)
-    with pytest.raises(ConfigError, match=r"the same size.*sampling\.group_size"):
+    with raises(ConfigError, field="sampling.group_size"):
         batch_of([make_group(rng, [0.0, 1.0]), make_group(rng, [0.0])], config)

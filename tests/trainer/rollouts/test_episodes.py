@@ -17,6 +17,7 @@ from learning.ranks import Ranks
 from services.reward.functions.text import LengthPenaltyFunction
 from tests.support.batches.groups import batch_of, make_group, prepared, whole, with_algorithm
 from tests.support.environments.own_environments import Insists, Moody, TwiceUnlucky, Unlucky
+from tests.support.errors import raises
 from tests.support.runs.small_run import small_run
 from trainer.dashboard.group_detail import group_detail
 from trainer.dashboard.group_index import GroupIndex
@@ -164,7 +165,7 @@ def test_a_batch_of_episodes_has_all_their_sequences(config: Config) -> None:
         int(c.mask.sum()) for g in groups for c in g.completions if c.mask is not None
     ]
     unequal = [with_episodes([1.0, 0.0, 0.0], [1, 2, 1]), *groups]
-    with pytest.raises(ConfigError, match="the same size"):
+    with raises(ConfigError, field="sampling.group_size"):
         batch_of(unequal, config)
     config.environment.name = "python"
     batch = batch_of(unequal, config)

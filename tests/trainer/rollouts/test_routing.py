@@ -9,7 +9,7 @@ from common.settings.sections import RolloutSection, TrainerSection
 from common.wire.codec import decode_groups, encode_groups
 from common.wire.schemas import Group
 from tests.support.batches.groups import batch_of, make_group
-from trainer.rollouts.routing import split_routing
+from trainer.algorithms.spool import split_routing
 
 _WIDTH = 6
 """Two layers with three experts for a token."""

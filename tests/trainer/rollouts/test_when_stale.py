@@ -34,15 +34,15 @@ from services.data.app import create_data_app
 from services.replay.app import create_replay_app
 from services.reward.app import create_reward_app
 from services.reward.functions.base import Message, RewardFunction
+from tests.support.errors import raises
 from trainer.algorithms.batch import Batch
 from trainer.algorithms.compute_advantages import compute_advantages
 from trainer.policy.scorer import load_tokenizer
 from trainer.rollouts.collector import CollectFailed, Collector
-from trainer.rollouts.context import RolloutContext
 from trainer.rollouts.ground_truths import GroundTruthCheck
 from trainer.rollouts.prompt_cursor import PromptProgress
 from trainer.rollouts.rollouts import Rollouts
-from trainer.rollouts.services import Services
+from trainer.rollouts.services import RolloutContext, Services
 from trainer.timing import StageClock
 
 FRESH, SIZE, STALENESS = 4, 4, 1
@@ -486,8 +486,5 @@ def test_dropping_what_is_long_learns_to_be_short_and_waiting_does_not(run: Runs
 
 
 def test_when_stale_is_read_only_if_staleness_is_allowed() -> None:
-    with pytest.raises(
-        ConfigError,
-        match=r"trainer\.when_stale is set but not read, since trainer\.max_staleness is 0",
-    ):
+    with raises(ConfigError, field="trainer.when_stale"):
         load(["--trainer.when_stale", "train"], {})

@@ -13,6 +13,7 @@ from common.errors import ConfigError
 from common.settings.config import Config, load
 from learning.ranks import Ranks
 from services.data.sft_examples import Examples, load_examples
+from tests.support.errors import raises
 from tests.support.models.families import FAMILIES
 from tests.support.processes.ranks import run_ranks
 from tests.support.runs.sft import fine_tune
@@ -214,9 +215,7 @@ def test_only_the_adapter_is_trained(policy_dir: Path, tmp_path: Path) -> None:
 def test_a_run_on_answers_is_not_resumed_on_rewards(policy_dir: Path, tmp_path: Path) -> None:
     config = settings(policy_dir, tmp_path / "run", "--trainer.max_steps", "1")
     fine_tune(config, load_examples(config), QUIET)
-    with pytest.raises(
-        ConfigError, match=r"was made by rlhf sft · field: trainer.run_dir · value: .*run · remedy"
-    ):
+    with raises(ConfigError, field="trainer.run_dir"):
         Policy.resume(config, Ranks(), tmp_path / "run")
 
 

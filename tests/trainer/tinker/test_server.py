@@ -12,6 +12,7 @@ import httpx
 import numpy as np
 import pytest
 
+from common.process.storage import StorageFailed
 from common.settings.config import load
 from common.weights.checksums import checksum
 from services.rollout.engine_client import EngineClient
@@ -20,6 +21,7 @@ from tests.support.tinker.stand_ins import BASE, CountingLearner, EchoEngine, ma
 from trainer.tinker import sampling, training
 from trainer.tinker import server as server_module
 from trainer.tinker import state as state_module
+from trainer.tinker import store as store_module
 from trainer.tinker.app import create_tinker_app
 from trainer.tinker.clients import Clients
 from trainer.tinker.interface import AdamParams
@@ -81,7 +83,8 @@ async def test_runs_take_turns_whatever_each_has_sent(
 async def test_samplers_take_turns_whatever_each_has_sent(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sampling, "_AT_ONCE", 1)
+    monkeypatch.setattr(sampling, "_AT_ONCE", 3)
+    monkeypatch.setattr(sampling, "_OF_ONE", 2)
     engine = EchoEngine()
     goes_on = asyncio.Event()
     answer = engine.answer
@@ -101,12 +104,13 @@ async def test_samplers_take_turns_whatever_each_has_sent(
                 base_model=BASE,
             )
         ids = []
-        for sampler, seq in ((0, 0), (0, 1), (0, 2), (1, 0)):
+        for sampler, seq, count in ((0, 0, 1), (0, 1, 9), (0, 2, 1), (1, 0, 2), (1, 1, 1)):
             made = await client.post(
                 "asample",
                 sampling_session_id=f"{client.session}:sample:{sampler}",
                 seq_id=seq,
-                prompt={"chunks": [{"tokens": [sampler]}]},
+                prompt={"chunks": [{"tokens": [sampler, seq]}]},
+                num_samples=count,
                 sampling_params={"max_tokens": 4},
             )
             ids.append(made["request_id"])
@@ -114,7 +118,10 @@ async def test_samplers_take_turns_whatever_each_has_sent(
         goes_on.set()
         for each in ids:
             await client.result(each)
-    assert [body["input_ids"] for body in engine.requests] == [[0], [0], [1], [0]]
+    assert [body["input_ids"] for body in engine.requests] == [
+        *([0, 0], [1, 0]),  # of its nine completions, as many count as one may have at once
+        *([0, 1], [1, 1], [0, 2]),
+    ]
 
 
 async def test_what_is_sent_again_is_the_same_operation(tmp_path: Path) -> None:
@@ -227,6 +234,82 @@ async def test_a_run_that_breaks_as_it_comes_back_comes_back_later(tmp_path: Pat
         broken = (await client.result(await client.step(run, 2))).json()
         assert broken["category"] == "server"
         stepped = (await client.result(await client.step(run, 3))).json()
+        assert stepped["metrics"] == {"weight:mean": 3 - 0.5 * 5}
+
+
+async def test_what_a_full_disk_keeps_waiting_is_computed_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither the run nor the sampler computes anything again when there is room."""
+    monkeypatch.setattr(store_module, "AGAIN_S", 0.01)
+    finish = TinkerStore.finish
+    is_full = asyncio.Event()
+    has_waited = asyncio.Event()
+    attempts: list[str] = []
+    loop = asyncio.get_running_loop()
+    run = name = ""
+
+    def finish_with_room(
+        store: TinkerStore, line: str, seq: int, *result: Any, **more: Any
+    ) -> None:
+        if seq == 3 and is_full.is_set():
+            attempts.append(line)
+            if {*attempts} == {run, name} and len(attempts) > 6:
+                loop.call_soon_threadsafe(has_waited.set)
+            raise StorageFailed("no room", code="disk_full", status=507)
+        finish(store, line, seq, *result, **more)
+
+    monkeypatch.setattr(TinkerStore, "finish", finish_with_room)
+    learner = CountingLearner()
+    engine = EchoEngine()
+    async with serving(tmp_path, learner, engine) as client:
+        run = await client.run()
+        await client.result(await client.passes(run, 1))
+        made = await client.post(
+            "create_sampling_session",
+            session_id=client.session,
+            sampling_session_seq_id=0,
+            base_model=BASE,
+        )
+        is_full.set()
+        await client.result(await client.passes(run, 2))
+        waiting = [await client.passes(run, 3), await client.step(run, 4)]
+        sample = {"prompt": {"chunks": [{"tokens": [5]}]}, "sampling_params": {"max_tokens": 1}}
+        name = made["sampling_session_id"]
+        asked = await client.post("asample", sampling_session_id=name, seq_id=3, **sample)
+        async with asyncio.timeout(60):
+            await has_waited.wait()
+        health = await client.http.get("/health")
+        assert health.status_code == 503
+        assert "no room" in health.json()["reason"]
+        is_full.clear()
+        stepped = (await client.result(waiting[1])).json()
+        assert stepped["metrics"] == {"weight:mean": 3 - 0.5 * 15}
+        assert (await client.result(asked["request_id"])).status_code == 200
+        assert len(engine.requests) == 1
+        assert (await client.http.get("/health")).status_code == 200
+
+
+async def test_without_room_for_a_snapshot_a_run_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It comes back from what was noted."""
+
+    class FullDisk(CountingLearner):
+        def save(self, run: str, folder: Path) -> None:
+            raise StorageFailed("no room", code="disk_full", status=507)
+
+    monkeypatch.setattr(training, "SNAPSHOT_S", 0.0)
+    async with serving(tmp_path, FullDisk(), EchoEngine(), resident=1) as client:
+        run = await client.run()
+        await client.result(await client.passes(run, 1))
+        other = await client.run(1)
+        await client.result(await client.step(other, 1))
+        stepped = (await client.result(await client.step(run, 2))).json()
+        assert stepped["metrics"] == {"weight:mean": 3 - 0.5 * 5}
+        refused = await client.post("save_weights", model_id=run, seq_id=3, path="kept")
+        assert (await client.result(refused["request_id"])).json()["category"] == "server"
+        stepped = (await client.result(await client.step(run, 4))).json()
         assert stepped["metrics"] == {"weight:mean": 3 - 0.5 * 5}
 
 
@@ -617,12 +700,8 @@ async def test_clients_see_only_what_is_theirs(tmp_path: Path) -> None:
         ("create_model", {"base_model": BASE}, "lora_config"),
         ("asample", {"prompt_alt_tokens_k": 3}, "prompt_alt_tokens_k"),
         ("asample", {"record_stability_info": True}, "record_stability_info"),
-        ("save_weights_for_sampler", {"kind": "inflight"}, "kind"),
-        (
-            "save_weights_external",
-            {"age_encryption_recipients": ["age1x"]},
-            "age_encryption_recipients",
-        ),
+        ("asample", {"prompt": {"chunks": [{"type": "image", "data": "eA=="}]}}, "prompt.chunks"),
+        ("load_weights", {"weights_access_token": "x"}, "weights_access_token"),
     ],
 )
 async def test_what_is_not_served_is_refused_by_name(
@@ -636,8 +715,7 @@ async def test_what_is_not_served_is_refused_by_name(
             "sampling_session_id": "s",
             "seq_id": 0,
         },
-        "save_weights_for_sampler": {"model_id": "m", "seq_id": 1},
-        "save_weights_external": {"model_id": "m", "seq_id": 1, "path": "p"},
+        "load_weights": {"session_id": "s", "model_seq_id": 0, "path": "p", "optimizer": True},
     }
     async with serving(tmp_path, CountingLearner(), EchoEngine()) as client:
         answer = await client.http.post(f"/api/v1/{call}", json={**whole.get(call, {}), **body})
@@ -647,16 +725,45 @@ async def test_what_is_not_served_is_refused_by_name(
         assert error["remedy"].startswith("use ")
 
 
+_IMAGE = {"data": [{"model_input": [{"image": b"x"}]}], "loss": "cross_entropy"}
+
+
 @pytest.mark.parametrize(
-    ("name", "value"),
-    [("learning_rate", "nan"), ("learning_rate", -1), ("beta2", 1), ("eps", "inf"), ("beta3", 0)],
+    ("call", "body", "field"),
+    [
+        ("optim_step", {"adam_params": {"learning_rate": "nan"}}, "adam_params.learning_rate"),
+        ("optim_step", {"adam_params": {"learning_rate": -1}}, "adam_params.learning_rate"),
+        ("optim_step", {"adam_params": {"beta2": 1}}, "adam_params.beta2"),
+        ("optim_step", {"adam_params": {"eps": "inf"}}, "adam_params.eps"),
+        ("optim_step", {"adam_params": {"beta3": 0}}, "adam_params.beta3"),
+        ("optim_step", {}, "adam_params"),
+        ("save_weights", {"path": "../größe"}, "path"),
+        ("save_weights", {"ttl_seconds": 5}, "ttl_seconds"),
+        ("save_weights_for_sampler", {"kind": "inflight"}, "kind"),
+        ("save_weights_external", {"path": "p", "age_encryption_recipients": ["age1x"]}, "age_enc"),
+        ("load_weights", {"path": "tinker://none", "optimizer": True}, "checkpoint"),
+        ("load_weights", {"optimizer": 7}, "path"),
+        ("forward_backward", _IMAGE, "data.0.model_input"),
+    ],
 )
-async def test_values_of_adam_are_checked(tmp_path: Path, name: str, value: object) -> None:
+async def test_a_refused_operation_counts_and_those_after_it_are_applied(
+    tmp_path: Path, call: str, body: dict[str, Any], field: str
+) -> None:
+    """The SDK goes on with the next number, whatever became of the one before."""
     async with serving(tmp_path, CountingLearner(), EchoEngine()) as client:
-        body = {"model_id": await client.run(), "seq_id": 1, "adam_params": {name: value}}
-        answer = await client.http.post("/api/v1/optim_step", json=body)
-        assert answer.status_code == 422
-        assert answer.json()["error"]["field"] == f"adam_params.{name}"
+        run = await client.run()
+        later = await client.step(run, 2)
+        if call == "forward_backward":
+            content = MESSAGES.encode("Pass", {"run": run, "seq": 1, **body})
+            kind = {"content-type": "application/x-protobuf"}
+            answer = await client.http.post(f"/api/v1/{call}", content=content, headers=kind)
+            refused = answer.json()["request_id"]
+        else:
+            refused = (await client.post(call, model_id=run, seq_id=1, **body))["request_id"]
+        failed = await client.result(refused)
+        assert failed.json()["category"] == "user"
+        assert f"field: {field}" in failed.json()["error"]
+        assert (await client.result(later)).json()["metrics"] == {"weight:mean": 3.0}
 
 
 async def test_a_sampler_keeps_its_weights_and_the_numbers_of_its_clients(tmp_path: Path) -> None:

@@ -2,7 +2,7 @@
 
 import torch
 
-from trainer.weights.checksum import WeightsChecksum
+from trainer.weights.sync import WeightsChecksum
 from trainer.weights.versions import Weights
 
 ONES = torch.ones(2, 3)

@@ -1,5 +1,5 @@
 """Runs of several ranks, killed and resumed ones, those with a critic and those of episodes are
-replayed by the command.
+re-executed by the command.
 """
 
 import json
@@ -14,7 +14,7 @@ from common.settings.config import load
 from examples.tool_calculator.base import build
 from tests.support.paths import ROOT
 from tests.support.processes.ranks import run_ranks
-from tests.support.runs.audits import audited, command, replayed
+from tests.support.runs.audits import audited, command, reexecuted
 from tests.support.runs.in_process import quiet
 from trainer import OnlineRLTrainer, TrainerConfig
 from trainer.start.in_process import train_in_process
@@ -24,8 +24,8 @@ NOTHING = "nothing differs from what the run recorded"
 
 
 def assert_equal(run_dir: Path, step: int) -> str:
-    """Replays a step, of which nothing may differ; returns what was printed."""
-    status, printed = replayed(run_dir, step)
+    """Re-executes a step, of which nothing may differ; returns what was printed."""
+    status, printed = reexecuted(run_dir, step)
     assert status == 0, printed
     assert printed.splitlines()[-1] == NOTHING, printed
     return printed
@@ -93,7 +93,7 @@ def test_a_run_of_episodes_and_a_tool_that_said_something_else(tmp_path: Path) -
     assert "not compared: step 2, episodes" in printed
 
     change_a_result(run_dir / "groups/step_000002.zip")
-    status, printed = replayed(run_dir, 2)
+    status, printed = reexecuted(run_dir, 2)
     assert status == 1
     assert printed.splitlines()[-1] == "the first stage that differs: episodes"
     # Without its tools, what the model read after the changed word tells.
@@ -145,7 +145,7 @@ def test_a_script_with_reward_functions_of_its_own(base_model: Path, tmp_path: P
     )
     rows = [{"prompt": problem, "ground_truth": "12"}] * 4
     OnlineRLTrainer(config, [right, brief], rows).train()
-    status, printed = replayed(tmp_path / "run", 2)
+    status, printed = reexecuted(tmp_path / "run", 2)
     assert status == 0, printed
     last = printed.splitlines()[-1]
     assert last == f"{NOTHING}, except what was not compared (prompts, rewards)"

@@ -26,8 +26,8 @@ _OF_UPDATE: frozenset[Stage] = frozenset({"logprobs", "advantages", "gradients",
 
 
 @dataclass
-class StepReplay:
-    """The replay of one step of a run, on one rank.
+class StepReexecution:
+    """The re-execution of one step of a run, on one rank.
 
     Args:
         run_dir: the directory of the run.
@@ -56,7 +56,7 @@ class StepReplay:
         return sampling_versions(self.recorded) if "completions" in self.stages else []
 
     def ranks(self) -> Ranks:
-        """Returns this rank among those of the replay, which are as many as the run had."""
+        """Returns this rank among those of the re-execution, which are as many as the run had."""
         return Ranks.from_env(_JOIN_S, config_of(self.recorded.start, self.run_dir))
 
     def run(self, ranks: Ranks) -> list[StageOutcome]:
@@ -79,7 +79,7 @@ class StepReplay:
         return self.outcomes
 
     def _add(self, outcome: StageOutcome) -> None:
-        """Adds the outcome of a wanted stage, or of one that ends the replay; rank 0 only."""
+        """Adds the outcome of a wanted stage, or of one that ends the re-execution; rank 0 only."""
         if not self._ranks.is_rank_zero:
             return
         if outcome.stage in self.stages or outcome.state == "differs":
@@ -96,6 +96,7 @@ class StepReplay:
         is_episodes = bool(self._config.environment.name)
         # An episode can only be played, and so graded, with the model's tokens.
         without_models: set[Stage] = {"prompts"} if is_episodes else {"prompts", "rewards"}
+        # These stages need no weights: what loads and executes updates is left out.
         if without_models.issuperset(self.stages):
             self._compare_rewards(rows, None)
             return

@@ -19,12 +19,13 @@ from common.errors import ConfigError
 from common.process import watchdog
 from services.environment.outcome import EnvironmentLost
 from tests.support.environments.own_environments import RewardsTurns
-from tests.support.runs.audits import audited, replayed
+from tests.support.errors import raises
+from tests.support.runs.audits import audited, reexecuted
 from tests.support.runs.in_process import quiet
-from trainer.audit import __main__ as replay
+from trainer.audit import __main__ as command
 from trainer.audit import comparison, waits
 from trainer.audit.comparison import Stage, StageOutcome
-from trainer.audit.replay import StepReplay
+from trainer.audit.reexecution import StepReexecution
 from trainer.start.in_process import train_in_process
 
 pytestmark = pytest.mark.integration
@@ -70,7 +71,7 @@ def copy(run_dir: Path, tmp_path: Path) -> Path:
 
 def outcomes(run_dir: Path, step: int = STEP, *stages: Stage) -> dict[Stage, StageOutcome]:
     told: list[StageOutcome] = []
-    again = StepReplay(run_dir, step, stages or STAGES, tell=told.append)
+    again = StepReexecution(run_dir, step, stages or STAGES, tell=told.append)
     found = again.run(again.ranks())
     assert told == found, "every outcome is told, once and in order"
     return {outcome.stage: outcome for outcome in found}
@@ -321,13 +322,13 @@ def test_a_damaged_or_missing_record_is_an_error_that_names_the_file(copy: Path)
     change_line(copy, STEP, lambda line: line["groups"].reverse())
     with pytest.raises(ConfigError, match="in another order"):
         outcomes(copy)
-    with pytest.raises(ConfigError, match=r"lacks step 9.*1 to 4"):
+    with raises(ConfigError, field="--step", value="9"):
         outcomes(copy, 9)
     change_line(copy, STEP, lambda line: line.update(weights=3))
     with pytest.raises(ConfigError, match=r"damaged.*weights"):
         outcomes(copy)
     (copy / "audit.jsonl").unlink()
-    with pytest.raises(ConfigError, match=r"no audit record.*trainer\.audit"):
+    with raises(ConfigError, field="trainer.audit"):
         outcomes(copy)
 
 
@@ -384,7 +385,7 @@ def test_the_command_says_what_it_is_at(
 
 def test_the_command_names_the_first_stage_that_differs(copy: Path) -> None:
     change_group(copy, lambda document: document["completions"][0].update(reward=0.5))
-    status, printed = replayed(copy, STEP, "--stages", "prompts", "rewards")
+    status, printed = reexecuted(copy, STEP, "--stages", "prompts", "rewards")
     assert status == 1
     assert printed.splitlines()[-1] == "the first stage that differs: rewards"
     assert "expected      0.5" in printed
@@ -392,12 +393,12 @@ def test_the_command_names_the_first_stage_that_differs(copy: Path) -> None:
 
 def test_a_misspelt_stage_is_refused(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
-        replay.main([str(run_dir), "--step", str(STEP), "--stages", "reward"])
+        command.main([str(run_dir), "--step", str(STEP), "--stages", "reward"])
     assert ended.value.code == 2
     assert "did you mean rewards?" in capsys.readouterr().err
     for words, missing in (([], "--step"), (["--certify", "file"], "--seed")):
         with pytest.raises(SystemExit) as ended:
-            replay.main([str(run_dir), *words])
+            command.main([str(run_dir), *words])
         assert ended.value.code == 2
         assert missing in capsys.readouterr().err
 
