@@ -4,13 +4,15 @@
 `calls`: 256 sessions of a program that calls the model over HTTP, one turn after the other, with an
 engine that takes two seconds per turn. Measures the latency that a call adds to a call of the
 engine itself, which the same programs make first, and the CPU time per 1,000 turns of each process;
-that of the server also for episodes whose turns it plays itself and, for comparison, for no-op
-requests, as often and all at once. `tools`: an engine that runs 32 sequences at a time,
+that of the server also for episodes whose turns it plays itself. For comparison, the programs call
+the engine as often through a bare proxy of the same stack, and the server for nothing, as often and
+all at once. `tools`: an engine that runs 32 sequences at a time,
 and tools that sleep for 1 to 30 seconds. Measures the engine's throughput with enough episodes in
 flight to keep it busy, relative to episodes without tools. `verifiers`: the CPU time of an episode
 of a verifiers environment whose harness asks twice, with the interpreter of `.venv-verifiers`.
 
-Server and engine are separate processes, except for `verifiers`; the engine computes nothing.
+Server, proxy and engine are separate processes, except for `verifiers`; the engine computes
+nothing.
 """
 
 import asyncio
@@ -27,7 +29,9 @@ from typing import Any, NamedTuple
 
 import aiohttp
 import psutil
+import uvicorn
 from aiohttp import web
+from starlette.types import Receive, Scope, Send
 
 from benchmarks.command import command_parser
 from benchmarks.processes import calling, free_port, processes
@@ -144,28 +148,76 @@ def serve_engine(port: int, tools: bool) -> None:
     web.run_app(app, host="127.0.0.1", port=port, print=None, access_log=None)
 
 
+def serve_proxy(port: int, engine: int) -> None:
+    """Serves what any gateway of this stack does at least: uvicorn and aiohttp pass the bytes on
+    that they get, and look at none of them.
+    """
+    http: aiohttp.ClientSession | None = None
+
+    async def forward(scope: Scope, receive: Receive, send: Send) -> None:
+        nonlocal http
+        if http is None:
+            http = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
+        body = b""
+        is_whole = False
+        while not is_whole:
+            message = await receive()
+            body += message.get("body", b"")
+            is_whole = not message.get("more_body", False)
+
+        url = f"http://127.0.0.1:{engine}{scope['path']}"
+        kind = {"content-type": "application/json"}
+        async with http.request(scope["method"], url, data=body or None, headers=kind) as answer:
+            content = await answer.read()
+        length = (b"content-length", b"%d" % len(content))
+        headers = [(b"content-type", b"application/json"), length]
+        await send({"type": "http.response.start", "status": answer.status, "headers": headers})
+        await send({"type": "http.response.body", "body": content})
+
+    uvicorn.run(
+        forward,
+        host="127.0.0.1",
+        port=port,
+        loop="uvloop",
+        http="httptools",
+        lifespan="off",
+        access_log=False,
+        log_level="warning",
+        timeout_keep_alive=30,
+    )
+
+
 class Served(NamedTuple):
-    """The URLs of server and engine, and their processes."""
+    """The URLs of server, proxy and engine, and their processes."""
 
     url: str
+    proxy_url: str
     engine_url: str
     server: psutil.Process
+    proxy: psutil.Process
     engine: psutil.Process
 
 
 @asynccontextmanager
 async def serving(environment: str) -> AsyncIterator[Served]:
-    """Starts both processes."""
-    port = free_port()
-    engine_port = free_port()
-    url = f"http://127.0.0.1:{port}"
-    engine_url = f"http://127.0.0.1:{engine_port}"
+    """Starts the processes."""
+    ports = [free_port() for _ in range(3)]
+    urls = [f"http://127.0.0.1:{port}" for port in ports]
+    port, proxy_port, engine_port = ports
     commands = [
         calling(serve_environment, environment, port, engine_port),
+        calling(serve_proxy, proxy_port, engine_port),
         calling(serve_engine, engine_port, environment == "Slow"),
     ]
-    with processes(commands, [url, engine_url]) as (server, engine):
-        yield Served(url, engine_url, psutil.Process(server.pid), psutil.Process(engine.pid))
+    with processes(commands, urls) as (server, proxy, engine):
+        yield Served(
+            url=urls[0],
+            proxy_url=urls[1],
+            engine_url=urls[2],
+            server=psutil.Process(server.pid),
+            proxy=psutil.Process(proxy.pid),
+            engine=psutil.Process(engine.pid),
+        )
 
 
 def cpu(process: psutil.Process) -> float:
@@ -179,17 +231,19 @@ class Spent:
     def __init__(self, served: Served) -> None:
         self._processes = {
             "server": served.server,
+            "proxy": served.proxy,
             "engine": served.engine,
             "programs": psutil.Process(),
         }
         self._before = {name: cpu(process) for name, process in self._processes.items()}
 
+    def of(self, name: str) -> float:
+        """Returns the core-seconds of a process for 1,000 turns."""
+        spent = cpu(self._processes[name]) - self._before[name]
+        return 1000 * spent / (SESSIONS * TURNS)
+
     def __str__(self) -> str:
-        turns = SESSIONS * TURNS
-        parts = []
-        for name, process in self._processes.items():
-            spent = cpu(process) - self._before[name]
-            parts.append(f"{name} {1000 * spent / turns:.2f}")
+        parts = [f"{name} {self.of(name):.2f}" for name in self._processes]
         return f"core-seconds for 1,000 turns: {', '.join(parts)}"
 
 
@@ -227,12 +281,12 @@ async def calls() -> None:
                 answer = await response.json()
             return answer, time.perf_counter() - began
 
-        async def engine_program(number: int) -> list[float]:
+        async def engine_program(number: int, place: str) -> list[float]:
             times = []
             tokens = letters(tokenizer, f"Tell me the story of number {number}. " * 8)
             for _ in range(TURNS):
                 body = {"input_ids": tokens, "sampling_params": {"n": 1}}
-                answer, seconds = await timed(f"{served.engine_url}/generate", "none", body)
+                answer, seconds = await timed(f"{place}/generate", "none", body)
                 times.append(seconds)
                 tokens = tokens + answer["output_ids"]
             return times
@@ -254,15 +308,23 @@ async def calls() -> None:
             return times
 
         spent = Spent(served)
-        direct = await all_programs(engine_program)
+        direct = await all_programs(lambda number: engine_program(number, served.engine_url))
+        middle = len(direct) // 2
         print(f"calls of the engine: over its {TURN_S:g} s {over_the_sleep(direct)}")
         print(f"  {spent}")
         spent = Spent(served)
-        times = await all_programs(program)
-        print(f"calls of the gateway: over the engine's {TURN_S:g} s {over_the_sleep(times)}")
-        middle = len(times) // 2
+        times = await all_programs(lambda number: engine_program(number, served.proxy_url))
+        bare = spent.of("proxy")
+        print(f"calls of a bare proxy: over the engine's {TURN_S:g} s {over_the_sleep(times)}")
         print(f"  {spent}")
         print(f"  a call adds {1000 * (times[middle] - direct[middle]):.1f} ms in the median")
+        spent = Spent(served)
+        times = await all_programs(program)
+        gateway = spent.of("server")
+        print(f"calls of the gateway: over the engine's {TURN_S:g} s {over_the_sleep(times)}")
+        print(f"  {spent}")
+        print(f"  a call adds {1000 * (times[middle] - direct[middle]):.1f} ms in the median")
+        print(f"  and costs {gateway / bare:.2f} times what it costs a bare proxy")
 
         spent = Spent(served)
         async with EnvironmentClient("environment-server", url) as client:

@@ -7,7 +7,9 @@ Light stand-ins, one process each, replace the data-server, reward-server and re
 endpoint replaces the router and 64 engines: it answers a group after a second or two, in SGLang's
 format, with about 500 tokens and log-probabilities per completion. Stored groups free their slots
 at once. Measured are completions per second, this process's CPU seconds per 1,000 completions
-(split into parsing SGLang's JSON and the rest), and the resident memory over time.
+(split into parsing SGLang's JSON and the rest), and the resident memory over time. For comparison,
+as many requests in flight are sent by aiohttp alone, and their answers parsed by orjson: what any
+client of this endpoint does at least.
 """
 
 import asyncio
@@ -18,6 +20,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import numpy as np
 import orjson
 from aiohttp import web
@@ -178,6 +181,34 @@ def parse_seconds() -> tuple[float, float]:
     return middle - start, time.process_time() - middle
 
 
+async def least_seconds(url: str, in_flight: int, completions: int) -> float:
+    """Returns the CPU seconds per 1,000 completions of sending requests and parsing the answers,
+    and of nothing else; the first `in_flight` ones do not count.
+    """
+    sampling = {"n": COMPLETIONS, "max_new_tokens": 1024, "temperature": 1.0}
+    request = {"input_ids": [1] * 100, "sampling_params": sampling, "return_logprob": True}
+    body = orjson.dumps(request)
+    done = 0
+    used = 0.0
+
+    async def slot(http: aiohttp.ClientSession) -> None:
+        nonlocal done, used
+        while done < completions:
+            async with http.post(f"{url}/generate", data=body) as answer:
+                content = await answer.read()
+            gc.disable()
+            orjson.loads(content)
+            gc.enable()
+            done += COMPLETIONS
+            if done == in_flight:
+                used = time.process_time()
+
+    connector = aiohttp.TCPConnector(limit=0)
+    async with aiohttp.ClientSession(connector=connector, read_bufsize=1 << 20) as http:
+        await asyncio.gather(*(slot(http) for _ in range(in_flight // COMPLETIONS)))
+    return 1000 * (time.process_time() - used) / (done - in_flight)
+
+
 def measure(
     config: Config,
     url: str,
@@ -228,6 +259,7 @@ def measure(
         dropped = dict(collector.drops.counts)
         for client in services.all():
             loop.call(client.close())
+        least = loop.call(least_seconds(url, in_flight, completions))
     parse, make = parse_seconds()
     per_thousand = cpu / done * 1000
     print(
@@ -238,6 +270,10 @@ def measure(
         f"CPU for 1,000 completions: {per_thousand:.3f} s, of which making them of the answers "
         f"{make:.3f} s, the rest {per_thousand - make:.3f} s; orjson alone would parse the same "
         f"answers in {parse:.3f} s"
+    )
+    print(
+        f"aiohttp and orjson alone, with as many in flight: {least:.3f} s; the coordinator takes "
+        f"{per_thousand / least:.2f} times as much"
     )
 
 

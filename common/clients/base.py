@@ -111,13 +111,6 @@ class _Patience:
         """
         return min(_SILENT_S, self._limit_s / 4)
 
-    @property
-    def connect_s(self) -> float:
-        """The time that the next attempt has for a connection. Its socket may then be silent as
-        long as the attempt.
-        """
-        return min(self.left_s, 10)
-
     def attempt(self) -> asyncio.Timeout:
         """Returns the limit of an attempt as a whole."""
         left = self.left_s
@@ -262,9 +255,7 @@ class Client:
 
         while patience.left_s > 0:
             retry_after_s = 0.0
-            connect_s = patience.connect_s
             attempt = logs.new_request_id()
-            sent = {**arguments, "headers": {**arguments.get("headers", {}), ATTEMPT: attempt}}
             watching: list[asyncio.Task[None]] = []
             watch = partial(self._watch_attempt, attempt, call, patience, start=start)
             timer = loop.call_later(patience.silent_s, _begin, watch, watching)
@@ -272,7 +263,7 @@ class Client:
                 async with patience.attempt():
                     try:
                         response = await self._exchange(
-                            method, path, connect_s, sent, moved=patience.moved
+                            method, path, attempt, patience=patience, arguments=arguments
                         )
                     finally:
                         timer.cancel()
@@ -375,19 +366,23 @@ class Client:
         self,
         method: str,
         path: str,
-        connect_s: float,
-        arguments: dict[str, Any],
+        attempt: str,
         *,
-        moved: Callable[[int], None],
+        patience: _Patience,
+        arguments: dict[str, Any],
     ) -> Reply:
-        """Sends a request once, with `content` or `json`, `params` and `headers`; calls `moved`
-        with the bytes of its bodies so far.
+        """Sends a request once, with `content` or `json`, `params` and `headers`.
 
         Raises RuntimeError when this client is closed.
         """
         if self.http.is_closed:
             raise RuntimeError(f"the client of {self.service} is closed")
-        headers = {**self._default_headers, **logs.sent_headers(), **arguments.get("headers", {})}
+        headers = {
+            **self._default_headers,
+            **logs.sent_headers(),
+            **arguments.get("headers", {}),
+            ATTEMPT: attempt,
+        }
         if self._store_mark is not None:
             headers[STORE_HEADER] = str(self._store_mark)
         content = arguments.get("content", b"")
@@ -408,12 +403,14 @@ class Client:
                 url,
                 headers,
                 content,
-                connect_s=connect_s,
-                moved=moved,
+                # Its socket may then be silent as long as the attempt.
+                connect_s=min(patience.left_s, 10),
+                moved=patience.moved,
                 receive=self._receiver(path),
             ),
         )
-        self._see_store(StoreMark.parse(answer.headers.get(STORE_HEADER, "")))
+        if STORE_HEADER in answer.headers:
+            self._see_store(StoreMark.parse(answer.headers[STORE_HEADER]))
         return answer
 
     def _receiver(self, path: str) -> Receive | None:

@@ -5,8 +5,7 @@ With hundreds of requests in flight, httpx's own pool takes more CPU than the se
 """
 
 import json
-from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -81,13 +80,17 @@ def refuse_compressed(headers: Mapping[str, str]) -> None:
         )
 
 
-async def exchange(transport: httpx.AsyncBaseTransport, sent: Sent) -> Reply:
+def exchange(transport: httpx.AsyncBaseTransport, sent: Sent) -> Coroutine[Any, Any, Reply]:
     """Sends a request over any transport. Raises httpx.TransportError.
 
     Over the network it bypasses httpx, whose requests and responses took half of a small call.
     """
     if isinstance(transport, Network):
-        return await transport.exchange(sent)
+        return transport.exchange(sent)
+    return _exchange_by_httpx(transport, sent)
+
+
+async def _exchange_by_httpx(transport: httpx.AsyncBaseTransport, sent: Sent) -> Reply:
     limits = httpx.Timeout(None, connect=sent.connect_s)
     request = httpx.Request(
         sent.method,
@@ -182,11 +185,16 @@ class Network(httpx.AsyncBaseTransport):
         """Returns aiohttp's call, which has not begun."""
         if self._session is None:
             self._session = self._open()
-        is_large = len(content) >= _PIECES_FROM_BYTES
+        data: Any = None
+        if len(content) >= _PIECES_FROM_BYTES:
+            data = _pieces(content, moved)
+        elif content:
+            # Given as bytes, aiohttp would ask each of its kinds of bodies whether it takes them.
+            data = aiohttp.BytesPayload(content)
         return self._session.request(
             method,
             url,
-            data=_pieces(content, moved) if is_large else content or None,
+            data=data,
             headers=headers,
             timeout=timeout,
             allow_redirects=False,
@@ -246,9 +254,12 @@ async def _pieces(content: bytes, moved: Callable[[int], None]) -> AsyncIterator
         moved(begin)
 
 
-@contextmanager
-def _httpx_errors() -> Iterator[None]:
-    try:
-        yield
-    except (aiohttp.ClientError, TimeoutError) as error:
-        raise httpx.TransportError(str(error) or type(error).__name__) from error
+class _httpx_errors:
+    """Raises httpx's error in place of one of aiohttp."""
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, _: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, aiohttp.ClientError | TimeoutError):
+            raise httpx.TransportError(str(error) or type(error).__name__) from error

@@ -396,6 +396,16 @@ def _routed_experts(meta: dict[str, Any], completion: Completion) -> UInt8:
     return numbers.astype("<u2").view(np.uint8)
 
 
+_READ = (
+    "finish_reason",
+    "output_token_sampling_logprobs",
+    "output_token_sampling_mask",
+    "prompt_tokens",
+    "routed_experts",
+    "weight_version",
+    "weight_versions",
+)
+"""The facts about an answer that are read, besides its tokens."""
 BASE_VERSION = "default"
 """SGLang's version label of the weights it was started with."""
 
@@ -422,7 +432,7 @@ def completion_from_answer(
         meta = {
             name: orjson.loads(memoryview(value))
             for name, value in answer.meta_info.items()
-            if name != "output_token_logprobs"
+            if name in _READ
         }
         finish = meta["finish_reason"]["type"]
 
@@ -434,7 +444,7 @@ def completion_from_answer(
                     "the engine does not say which tokens it sampled from, so truncated sampling "
                     "cannot be trained on",
                     field="return_sampling_mask",
-                    value=sorted(meta),
+                    value=sorted(answer.meta_info),
                     remedy="SGLang 0.5.21 or newer, called directly or through smg, because "
                     "sglang-router drops that field; "
                     "or sampling.top_p 1, sampling.top_k unset and sampling.min_p 0",

@@ -3,8 +3,9 @@ the model, whose engines may be busy, and for a thread.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Self
 
 
 class EpisodeClock:
@@ -32,18 +33,19 @@ class EpisodeClock:
             finally:
                 del self._left[limit]
 
-    @contextmanager
-    def stopped(self) -> Iterator[None]:
-        """Stops the clock inside the block; several blocks may overlap."""
+    def stopped(self) -> Self:
+        """Stops the clock inside the `with` block; several blocks may overlap."""
+        return self
+
+    def __enter__(self) -> None:
         self._stops += 1
         if self._stops == 1:
             self._stop()
-        try:
-            yield
-        finally:
-            self._stops -= 1
-            if not self._stops:
-                self._go_on()
+
+    def __exit__(self, *_: object) -> None:
+        self._stops -= 1
+        if not self._stops:
+            self._go_on()
 
     def _stop(self) -> None:
         now = asyncio.get_running_loop().time()

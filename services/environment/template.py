@@ -37,6 +37,8 @@ from services.environment.messages import (
 
 _MARK = "Zq7Answer7qZ"
 """The text of a made-up answer; no template writes it by itself."""
+_QUESTION = (user_message("x"),)
+"""A made-up conversation."""
 _NEW_TEXTS = ("Xj5News5jX", "Yk6News6kY")
 _ARGUMENTS: tuple[Json, ...] = (
     {"x": "12", "n": 3, "flag": True, "items": ["a", {"k": 1.5}]},
@@ -190,12 +192,12 @@ class Template:
         answer: Message,
         new: Sequence[Message],
         tools: Tools,
-        before: Sequence[Message] = (),
+        before: Sequence[Message] = _QUESTION,
     ) -> tuple[str, str] | None:
         """Returns the text of the stop token after `answer`, and all text after it; None if there
         is no stop token.
         """
-        whole = self._render([*(before or [user_message("x")]), answer, *new], tools)
+        whole = self._render([*before, answer, *new], tools)
         mark = whole.rfind(_MARK)
         if mark < 0:
             return None
@@ -213,12 +215,11 @@ class Template:
         """Returns why tools cannot be used, or nothing. Raises ConfigError when the template cannot
         continue a conversation.
         """
-        question = [user_message("x")]
         answer = _stand_in(Message({"role": "assistant", "content": ""}))
         try:
-            silent = self._render(question, [], asks=False)
-            asking = self._render(question, [])
-            whole = self._render([*question, answer], [], asks=False)
+            silent = self._render(_QUESTION, [], asks=False)
+            asking = self._render(_QUESTION, [])
+            whole = self._render([*_QUESTION, answer], [], asks=False)
         except InvalidInput as error:
             raise self._refused(error.message) from None
         # Phi-3's ends with another token when it does not ask. Mistral's answers begin right after
@@ -228,7 +229,7 @@ class Template:
             raise self._refused("it writes nothing that starts an answer")
 
         messages = [user_message(text) for text in _NEW_TEXTS]
-        no_tools = self._verify_tools(question)
+        no_tools = self._verify_tools()
         # gpt-oss ends a final answer in the history otherwise than the engine does. Its calls
         # continue; a message of the user begins a new sequence.
         ends = self._after(answer, messages[:1], []) is not None
@@ -238,10 +239,10 @@ class Template:
                 self._check(answer, messages, [], answer_start)
         return no_tools
 
-    def _verify_tools(self, question: list[Message]) -> str:
+    def _verify_tools(self) -> str:
         """Chooses the format of calls; returns why tools cannot be used, or nothing."""
         try:
-            if "probe_tool" not in self._render(question, [_TOOL]):
+            if "probe_tool" not in self._render(_QUESTION, [_TOOL]):
                 return "it does not write the tools into the prompt"
         except InvalidInput as error:
             return str(error)
@@ -251,7 +252,7 @@ class Template:
         for attempt in product((False, True), _IDS, (2, 1)):
             self._arguments_are_text, identifier, count = attempt
             try:
-                calling, results = self._choose_format(question, identifier, count)
+                calling, results = self._choose_format(identifier, count)
                 self._check(_stand_in(calling), results, [_TOOL], "")
                 return ""
             except InvalidInput as error:
@@ -259,9 +260,7 @@ class Template:
         self._arguments_are_text = False
         return problems[1]  # of one ordinary call
 
-    def _choose_format(
-        self, question: list[Message], identifier: str, count: int
-    ) -> tuple[Message, list[Message]]:
+    def _choose_format(self, identifier: str, count: int) -> tuple[Message, list[Message]]:
         """Chooses the format that reads back what the template writes for an answer with `count`
         calls; returns this answer, and the calls' results. Raises InvalidInput with the reason
         when there is none.
@@ -272,14 +271,14 @@ class Template:
         ]
         answer = Message({"role": "assistant", "content": "", "tool_calls": calls})
         results = [tool_message(text, call) for text, call in zip(_NEW_TEXTS, calls, strict=False)]
-        whole = self._render([*question, answer, *results], [_TOOL])
+        whole = self._render([*_QUESTION, answer, *results], [_TOOL])
 
         # The answer begins where the two differ, and ends with a stop token. What asks for an
         # answer may begin like the mark of a call, which is then cut: so it is also read with what
         # the template writes before it.
         texts: list[str] = []
         for asks in (True, False):
-            asking = self._render(question, [_TOOL], asks)
+            asking = self._render(_QUESTION, [_TOOL], asks)
             written, _, _ = cut(whole[len(_common(asking, whole)) :], self._stop_tokens)
             texts.append(written)
             if "probe_tool" not in written:
@@ -303,9 +302,8 @@ class Template:
         earlier = Message(
             {"role": "assistant", "content": "earlier", "reasoning_content": "thought"}
         )
-        short = [user_message("x")]
         long = [user_message("another, longer question"), earlier, user_message("y")]
-        after_short = self._after(answer, new, tools, short)
+        after_short = self._after(answer, new, tools)
         after_long = self._after(answer, new, tools, long)
 
         if after_short is None or after_long is None:
@@ -319,7 +317,7 @@ class Template:
         if not in_order or not text.endswith(answer_start):
             raise self._refused("what it writes after an answer is not the new messages in order")
 
-        whole_ids = self._encode(self._render([*short, answer, *new], tools))
+        whole_ids = self._encode(self._render([*_QUESTION, answer, *new], tools))
         ids = self._tokens(stop, text)
         if ids is None or whole_ids[-len(ids) :] != ids:
             raise self._refused(

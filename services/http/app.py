@@ -156,7 +156,8 @@ def create_app(
     app.state.draining = False
     app.state.metrics = metrics
     app.state.load = load
-    admission = Admission(GoingBack(app.serve, store), load, max_body_bytes, metrics)
+    inner = GoingBack(app.serve, store) if store else app.serve
+    admission = Admission(inner, load, max_body_bytes, metrics)
     # Before Admission: a body without a token is not read.
     caller_auth = CallerAuth(admission, open_paths, keyed_path)
     app.entrance = RequestTracing(caller_auth, metrics, access_level)

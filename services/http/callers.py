@@ -23,6 +23,8 @@ _PAGES = frozenset(("/health", "/metrics", "/docs", "/openapi.json"))
 _CHANGING = frozenset(("POST", "PUT", "PATCH", "DELETE"))
 _KINDS = frozenset(("application/json", "application/msgpack", "application/x-protobuf"))
 _OWN_HEADERS = frozenset((logs.REQUEST_HEADER, "authorization"))
+_READ = frozenset(b"host origin sec-fetch-site content-type x-request-id authorization".split())
+"""The headers that decide."""
 _REMEDY = (
     "programs send `Content-Type: application/json` or an `X-Request-Id`; or give the run an "
     "API_TOKEN (SECURITY.md)"
@@ -50,8 +52,9 @@ class CallerCheck:
         headers: dict[str, str] = {}
         hosts = 0
         for name, value in scope["headers"]:
-            headers.setdefault(name.decode("latin-1"), value.decode("latin-1"))
             hosts += name == b"host"
+            if name in _READ:
+                headers.setdefault(name.decode(), value.decode("latin-1"))
         host = headers.get("host", "").lower()
         if not self._is_own(host, scope) or hosts > 1:
             return ForeignCaller(

@@ -16,13 +16,13 @@ class GoingBack:
     one: groups would be handed out a second time, and acknowledged ones would be missing.
     """
 
-    def __init__(self, app: ASGIApp, store: SqliteStore | None) -> None:
+    def __init__(self, app: ASGIApp, store: SqliteStore) -> None:
         self.app = app
         self._store = store
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         store = self._store
-        if store is None or scope["type"] != "http":
+        if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
 

@@ -312,8 +312,8 @@ _FLEET = {
     ),
     "weights count as served once they are announced": Bug(
         "trainer/weights/publisher.py",
-        "        self._wait_confirmed(manifest)\n        if self",
-        "        if self",
+        "            self._wait_confirmed(manifest)\n            if self",
+        "            if self",
     ),
     "a node that updates counts as one that serves": Bug(
         "trainer/weights/board.py",
