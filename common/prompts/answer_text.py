@@ -26,20 +26,8 @@ OPENED_THOUGHT = re.compile(
     rf"(?:<(?:seed:)?{_NAME}>|<\|begin_of_{_NAME}\|>|◁think▷|\[THINK\])\s*\Z", re.IGNORECASE
 )
 _SIGNS_OF_THOUGHT = (
-    "</",
-    "<|",
-    "<t",
-    "<T",
-    "<s",
-    "<r",
-    "<R",
-    "<a",
-    "<A",
-    "<u",
-    "◁",
-    "[THINK]",
-    "final",
-)
+    "</", "<|", "<t", "<T", "<s", "<r", "<R", "<a", "<A", "<u", "◁", "[THINK]", "final",
+)  # fmt: skip
 _STOP_TOKEN = re.compile(
     r"""<(?: \|\w*(?:end|eo[a-z]|return|start|im_)\w*\|> | ｜[^<>｜]{1,40}｜> | /?s>|eos>|pad>
         | (?:start|end)_of_turn>)""",
@@ -60,12 +48,20 @@ _TAG = re.compile(
 _PROOF_END = r"\\(?:blacksquare|qed(?:symbol|here)?|checkmark)(?![A-Za-z])"
 _PROOF_END += r"|\\(?:square|Box)\s*(?=\$|\\[\])])"
 _PROOF_ENDS = re.compile(rf"\$\s*(?:{_PROOF_END})\s*\$|{_PROOF_END}")
-_SIGNS_OF_RETRACTION = ("rong", "orrect", "istake", "error", "cratch", "right", "my bad")
+# What follows "\boxed{9}. ": "This answer is wrong", "Oops, I forgot one", "No, it is 8".
 _RETRACTED = re.compile(
-    rf"""(?:\A|[.!?\n])[\s*_]{{0,8}}(?:{phrases("withdrawn")}
+    rf"""[.!?\n][\s*_]{{0,8}}(?=[A-Za-z])
+    (?: (?:(?:but|so|therefore|thus|hence)\b,?\ )?
+        (?:my|this|that|the|the\ above)\ answer(?:\ above)?
+        \ (?:is|was)\ {phrases("taken back")}\b
+    | (?:{phrases("interjection")}\b[\s,.!…:—–-]{{1,4}}){{0,3}}
+        (?:please\ )?{phrases("withdrawn")}\b
     | (?:{phrases("interjection")}\b[\s,.!…:—–-]{{1,4}}){{1,3}}
-      (?:that|this|it|my\ answer|the\ answer|the\ above|i)(?:['’]s|\ is|\ was|\ am)?
-      \ {phrases("taken back")})\b""",
+        (?: (?:that|this|it|(?:my|the)\ answer|the\ above|i)(?:['’]s|\ is|\ was|\ am)?
+            \ {phrases("taken back")}\b
+        | (?:(?:(?:it|that)(?:['’]s|\ is|\ should\ be|\ must\ be)
+          | the\ correct\ \w+\ (?:is|should\ be))\s)?
+            (?=\$?[-−]?\$?[0-9.,/]*[0-9]\$?(?:\ [a-z]+)?[*\s]{{0,4}}(?:[.!\n]|\Z)) ) )""",
     re.IGNORECASE | re.VERBOSE,
 )
 
@@ -111,5 +107,4 @@ def answering_part(text: str) -> str:
     if "</" in text or "<br" in text:
         text = _TAG.sub(lambda tag: "\n" if tag["line"] else "", text)
     text = _PROOF_ENDS.sub("", text)
-    is_retracted = any(sign in text for sign in _SIGNS_OF_RETRACTION)
-    return _RETRACTED.split(text)[-1] if is_retracted else text
+    return _RETRACTED.split(f"\n{text}")[-1]

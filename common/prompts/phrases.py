@@ -17,7 +17,9 @@ wavers: could, might, may, can, can['’]t, cannot, isn['’]t, aren['’]t, was
     won['’]t, lies, falls, exceeds, does;
 filler: therefore, thus, then, hence, so, simply, just, indeed, clearly, exactly, precisely,
     approximately, about, equal to, given by, that, option, choice, a total of, the number, the
-    value, the integer, the fraction, the set, the interval, the point, the expression;
+    value, the integer, the fraction, the set, the interval, the point, the expression,
+    definitely, certainly, obviously, of course, also, now, still, again, always, actually,
+    really, found to be;
 restates: is, are, equals, get, gives, gets;
 instead: not, rather than, instead of, as opposed to;
 reason: because, since, so, as, thus, hence, therefore, given, assuming, where, when;
@@ -45,7 +47,10 @@ limits: not, never, fail to, fails to, failed to, unable to, none, hardly, barel
     within, twice, thrice, double, triple, half of, root of, square of, cube of, power of,
     multiple of, factor of, divisor of, reciprocal of, inverse of, negative of, opposite of,
     logarithm of, log of, factorial of, plus, minus, negative, divided by, multiplied by,
-    modulo, times, roughly, around, ruled out, all but, about, supposedly, allegedly;
+    modulo, times, roughly, around, ruled out, all but, about, supposedly, allegedly,
+    nicht, höchstens, mindestens, weniger als, mehr als, n['’]est pas, au moins, au plus,
+    moins de, plus de, no es, no son, al menos, menos de, más de, não é, não são, non è, не,
+    менее, более, меньше, больше;
 limits after: is not, are not, was not, would not, isn['’]t, aren['’]t, is wrong, is incorrect,
     is false, is impossible, cannot, or more, or less, or so, or fewer, or greater, or higher,
     or lower, or maybe, or perhaps, factorial, squared, cubed, at least, at most, maybe,
@@ -57,8 +62,14 @@ denies: not, n['’]t, cannot, never, hardly, barely, no longer, impossible to, 
     of, none, fail to, fails to, failed to, unable to, might, could, may have, not the case;
 interjection: wait, but wait, no, oops, hmm, sorry, actually, hold on, ah, oh;
 taken back: wrong, all wrong, incorrect, not right, not correct, mistaken, a mistake, an error,
-    made a mistake, made an error;
-withdrawn: scratch that, correction, i made a mistake, i made an error, my mistake, my bad
+    made a mistake, made an error, isn['’]t right, isn['’]t correct, doesn['’]t look right,
+    doesn['’]t seem right, does not look right, can['’]t be right, cannot be right, looks wrong,
+    seems wrong, seems off, forgot, missed, overlooked, misread, miscalculated, miscounted,
+    misunderstood;
+withdrawn: scratch that, correction, edit, i made a mistake, i made an error, my mistake, my bad,
+    i misread, i miscalculated, i miscounted, i misunderstood, never mind, nevermind,
+    just kidding, ignore that, ignore the above, ignore my, disregard that, disregard this,
+    disregard the above, disregard my
 """
 
 

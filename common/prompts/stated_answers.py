@@ -72,9 +72,17 @@ _DENIED_AFTER = re.compile(
     r"""[\s$*_)\]}]{0,8}(?:\\[\])])?\s{0,8}(?: (?:,?\s{0,8}(?:which|but\ (?:that|this|it))\s)?
         (?:is|was|would\ be)\s(?:not|false|impossible)\b
     | isn['’]t | wasn['’]t | cannot\ be | can['’]t\ be | or\s(?:maybe|perhaps|possibly) | \?
-    | [\s,.]{0,8}(?:(?:but\s)?(?:that|this|it)\s)?(?:is|was|['’]s)\s
-        (?:wrong|incorrect|not\ (?:right|correct)) )""",
+    | [\s,.]{0,8}(?:(?:but|so|however|yet),?\s)?(?:(?:that|this|it)\s)?(?: (?:is|was|['’]s)\s
+        (?:wrong|incorrect|impossible|not\ (?:right|correct)) | contradicts )\b
+    | \s{0,8}\(\s?\$?[-−0-9.,/]+\$?\s(?:if|when|for|otherwise)\b )""",
     re.IGNORECASE | re.VERBOSE,
+)
+
+# Another value after a box: "or 8", "(or 8 if the first counts)".
+_OTHERWISE = re.compile(
+    r"""[\s$*_)\]}]{0,8},?\s?\(?or\s(\$[^$\n]{1,80}\$|[-−]?\$?[0-9.,/]*[0-9])
+    (?=\s{0,4}(?:[).,;!\n]|\Z|(?:if|when|depending|for)\b))""",
+    re.VERBOSE,
 )
 
 # Statements: a label, then a sentence in which each formula is one private character.
@@ -114,15 +122,17 @@ _NEXT_QUESTION = re.compile(
     | (?<=\n)user\s | (?<=<\|)user\|> )""",
     re.VERBOSE,
 )
-_SIGNS_OF_LABEL = ("nswer", "NSWER", "inal", "esult", "hoice", "ption", "答案", "结果")
+_SIGNS_OF_LABEL = (
+    "nswer", "NSWER", "inal", "esult", "hoice", "ption", "orrect", "答", "结果", "답",
+)  # fmt: skip
 _LABEL = re.compile(
     rf"""\banswers?\b
         (?:\s(?:to|for|of|in|we|i|that|here|then|must|would|should|will)\b[^.\n:=!?$]{{0,80}}?)??
         [\s*_`"')]{{0,4}}(?:{phrases("states")}\b(?:\s?:)?|[:=：]|(?=\s{phrases("wavers")}\b))
-    | \b(?:correct|right)\s(?:choice|option)\s{phrases("states")}\b
+    | \b(?:correct|right)\s(?:choice|option|value|number|result)\s{phrases("states")}\b
     | (?:^|[.\n])[\s#>*_-]{{0,8}}(?:final(?:\ result|\ value)?|result)[*_\s]{{0,4}}[:：]
     | ^[\ \t>#*_0-9.)]{{0,8}}(?:the\ |my\ )?(?:final\ )?(?:answer|result)s?[\ \t*_:.]*$
-    | (?:答案|结果)\s*(?:[是为為]|：|:|=){{1,3}}""",
+    | (?:答案|结果|答え|정답|답)\s*(?:[是为為はは은는]|：|:|=){{1,3}}""",
     re.IGNORECASE | re.MULTILINE | re.VERBOSE,
 )
 _NO_LABEL = re.compile(rf"\b{phrases('no label')}\b[^,]*$", re.IGNORECASE)
@@ -159,7 +169,9 @@ _WORDS_FIRST = re.compile(
     [A-Za-z]{2}""",
     re.VERBOSE,
 )
-_FINAL_SIGN = re.compile(r"(?<!\.)[.,:。।；：]\Z|(?<=\.)[,。]\Z|(?<!&quot)(?<!&gt);\Z")
+_FINAL_SIGN = re.compile(
+    r"(?<!\.)[.,:。।；：]\Z|(?<=\.)[,。]\Z|(?<!&quot)(?<!&gt);\Z|\s?(?:です|입니다|이다)[.。]?\Z"
+)
 _DOLLAR = re.compile(r"(?<!\\)\$")
 # Decoration after an answer: check marks, emoji.
 _SYMBOLS = " ∎■□✅✓✔☑✨⭐\ufe0f" + "".join(map(chr, range(0x1F300, 0x1FB00)))
@@ -327,7 +339,8 @@ def _boxed(text: str, marks: list[Mark]) -> str:
         answer = head + (f"({answer})" if is_compound else answer) + tail
     elif scale:
         answer = f"{answer} {scale[1]}"
-    return clean(answer)
+    otherwise = _OTHERWISE.match(right)
+    return clean(f"{answer} or {otherwise[1]}" if otherwise else answer)
 
 
 def _line(rest: str, alone: bool) -> str | None:
@@ -355,9 +368,10 @@ def _labelled(text: str, label: Mark, words: bool) -> str | None:
     sentence, formulas = masked(_OPENING.sub("", rest, count=1))
     end = SENTENCE_END.search(sentence)
     if end:
-        sentence = sentence[: end.start()]
-        if end.group() == "?" and re.match(rf"[\"'“‘«„]?{_VALUE}", sentence):
+        is_asked = end.group() == "?" and re.match(rf"[\"'“‘«„]?{_VALUE}", sentence)
+        if is_asked or _DENIED_AFTER.match(sentence, end.end()):
             return ""
+        sentence = sentence[: end.start()]
     sentence = _FILLER.sub("", sentence, count=1)
     if "\\boxed" in sentence:
         return None  # a box without its end

@@ -158,7 +158,13 @@ class EpisodeService:
             self._running += request.n
             task = asyncio.create_task(self._run_all(request))
             loop = asyncio.get_running_loop()
-            task.add_done_callback(lambda _: loop.call_later(_REMEMBERED_S, self._forget, task))
+
+            # Not in `_run_all`, which a task that is cancelled at once never begins.
+            def ended(_: object) -> None:
+                self._running -= request.n
+                loop.call_later(_REMEMBERED_S, self._forget, task)
+
+            task.add_done_callback(ended)
             known = _Known(request, task)
             self._requests[request.request_id] = known
         try:
@@ -316,8 +322,6 @@ class EpisodeService:
                 started = [tasks.create_task(self._run(request, i)) for i in range(request.n)]
         except ExceptionGroup as group:
             raise group.exceptions[0] from None  # such as ServiceLost
-        finally:
-            self._running -= request.n
 
         episodes = [task.result() for task in started]
         self._fail_without_reward(episodes)

@@ -90,8 +90,8 @@ class RewardService:
             self._weights = config.weights
             self._tasks[""] = self._hosts
         check_names([host.name for host in self._hosts])
-        pools = [host.pool for host in self._hosts if isinstance(host, ProcessHost)]
-        self._pools = list(dict.fromkeys(pools))  # several functions may share one
+        # Several functions may share one.
+        self._pools = {host.pool for host in self._hosts if isinstance(host, ProcessHost)}
         self._exits = AsyncExitStack()
 
     def _unfinished(self) -> int:
@@ -185,12 +185,13 @@ class RewardService:
         wanted: dict[Host, list[int]] = {}  # the indices of the items that each host scores
         for i, item in enumerate(items):
             where = f"items[{i}]."
-            self.check(item, where)
             for host in self._hosts_of(item, where):
+                host.check(item, where)
                 wanted.setdefault(host, []).append(i)
 
-        calls = [host.score([items[i] for i in indices]) for host, indices in wanted.items()]
-        found = await asyncio.gather(*calls)
+        found = await asyncio.gather(
+            *(host.score([items[i] for i in indices]) for host, indices in wanted.items())
+        )
         parts: list[dict[str, Score]] = [{} for _ in items]
         for (host, indices), scores in zip(wanted.items(), found, strict=True):
             for i, score in zip(indices, scores, strict=True):

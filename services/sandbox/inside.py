@@ -237,7 +237,8 @@ def _report(job: Json, case: Json, work: Callable[[Json, Json], Json]) -> NoRetu
     dumps = json.dumps
     try:
         outcome = work(job, case)
-        sys.stdout.flush()
+        if not sys.stdout.closed:  # by the program: Python then ends without an error
+            sys.stdout.flush()
     except MemoryError:
         outcome = {"status": "memory", "detail": "MemoryError"}
     except BaseException as error:

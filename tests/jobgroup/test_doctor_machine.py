@@ -384,8 +384,8 @@ def test_the_limits_of_all_control_groups_around_a_process_count(
 
     monkeypatch.setattr(machine, "Path", lambda path: tmp_path / path.strip("/"))
     memory = SimpleNamespace(available=10**9)
-    monkeypatch.setattr(machine.psutil, "virtual_memory", lambda: memory)
-    monkeypatch.setattr(machine.psutil, "LINUX", True)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: memory)
+    monkeypatch.setattr(psutil, "LINUX", True)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)), raising=False)
     assert machine.available_memory()[0] == min(left)
     assert machine.cores() == min(processors)

@@ -306,8 +306,8 @@ def test_a_rank_that_joins_late_hears_who_has_ended(
     assert first._all_joined.is_set()
     monkeypatch.setattr(liveness, "_OWN_ERROR_S", 0.0)
     run.ended(0, 2)
-    for each in run.sockets:
-        each.close()
+    for endpoint in run.sockets:
+        endpoint.close()
 
 
 def test_a_rank_whose_collective_failed_says_where_it_was(

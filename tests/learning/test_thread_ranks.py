@@ -35,14 +35,14 @@ from tests.support.processes.thread_ranks import run_in_threads
 
 pytestmark = pytest.mark.filterwarnings("ignore:Set timeout is now only supported")
 IDS = torch.arange(3, 67).view(8, 8)
-MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+MOE: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_moe": MOE,
     "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2},
 }
 
 
-class Root(nn.Module):
+class Root(nn.Module):  # type: ignore[misc]  # torch is not typed here
     """As a policy has a model inside it."""
 
     gathers_once: bool
@@ -83,7 +83,7 @@ def gradients(model: Any) -> dict[str, Tensor]:
 def sharded(whole: Any, ranks: Ranks, **settings: Any) -> Root:
     """Returns a copy of a model with this rank's share of its weights."""
     model = copy.deepcopy(whole)
-    root = Root(model).to("meta")
+    root: Root = Root(model).to("meta")
     options = {"low_precision": False, "offload": False, "trained": True, **settings}
     shard(root, model, ranks, **options)
     root.to_empty(device="cpu")
@@ -124,7 +124,7 @@ def check_close(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
     ],
 )
 def test_gradients_and_weights_are_those_of_one_process(
-    kind: str, count: int, form: dict[str, int]
+    kind: str, count: int, form: dict[str, Any]
 ) -> None:
     whole = make(kind, **FAMILIES[kind])
 
@@ -286,13 +286,13 @@ def test_passes_in_bfloat16_sum_gradients_in_float32_and_some_modules_are_exact(
 def test_experts_that_cannot_be_divided_are_refused(sizes: dict[str, int], count: int) -> None:
     model = make("qwen3_moe", **MOE | sizes)
     with pytest.raises(ConfigError, match="cannot be divided") as refused:
-        experts.divide_experts(model, SimpleNamespace(size=lambda: count))  # type: ignore[arg-type]
+        experts.divide_experts(model, SimpleNamespace(size=lambda: count))
     assert (refused.value.field, refused.value.value) == ("parallel.expert_size", str(count))
 
 
 def test_a_model_without_experts_is_refused() -> None:
     with pytest.raises(ConfigError, match="no layers whose experts") as refused:
-        experts.divide_experts(make("Qwen3"), SimpleNamespace(size=lambda: 2))  # type: ignore[arg-type]
+        experts.divide_experts(make("Qwen3"), SimpleNamespace(size=lambda: 2))
     assert refused.value.field == "parallel.expert_size"
 
 
@@ -378,10 +378,10 @@ def test_a_layer_with_calls_over_rows_is_compiled_around_them(
 
 
 def test_the_decoder_layers_of_models_without_a_stack() -> None:
-    class Block(nn.Module):
+    class Block(nn.Module):  # type: ignore[misc]
         pass
 
-    class Other(nn.Module):
+    class Other(nn.Module):  # type: ignore[misc]
         base_model_prefix = "body"
 
         def __init__(self) -> None:

@@ -64,6 +64,8 @@ _WALL_S = 20.0
 _TIMES = 5
 """What a change may take, in seconds and in multiples of its tests; then it counts as noticed."""
 _NOTICED = 1
+_SURVIVED = 77
+"""The status of a process whose tests all passed; changed code may end it with 0."""
 _COPY = "MUTANTS_IN_A_COPY"
 """Set in the process that works in the copy of the checkout."""
 _IN_TEST = 1
@@ -315,15 +317,15 @@ def _fails(run: Callable[[], int], seconds: float) -> bool:
         _silenced()
         limit = _CPU_S + round(_TIMES * seconds)
         resource.setrlimit(resource.RLIMIT_CPU, (limit, limit))
-        status = 2
+        has_failed = True
         with contextlib.suppress(BaseException):
-            status = run()
-        os._exit(status)
+            has_failed = run() == _NOTICED
+        os._exit(_NOTICED if has_failed else _SURVIVED)
     end = time.monotonic() + _WALL_S + _TIMES * seconds
     while time.monotonic() < end:
         done, status = os.waitpid(child, os.WNOHANG)
         if done:
-            return status != 0
+            return os.waitstatus_to_exitcode(status) != _SURVIVED
         time.sleep(0.01)
     os.killpg(child, signal.SIGKILL)
     os.waitpid(child, 0)

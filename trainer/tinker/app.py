@@ -55,7 +55,7 @@ _INSTEAD = {
     "create_custom_loss": "forward_backward_custom with a function, which the client computes",
     "copy_weights": "load_weights of the path, and save_state",
     "publish": "save_weights_external and a download",
-    "projects": "a key for each client in TINKER_KEYS",
+    "project": "a key for each client in TINKER_KEYS",
     "audit": "the access log of the server",
     "search": "sessions, which lists all of the client's",
 }
@@ -175,8 +175,13 @@ def _add_fixed(calls: _Calls, server: TinkerServer) -> None:
         "trainable": True,
         "sampleable": True,
     }
-    # Keys are not exchanged for others, and one question is for all samples.
-    config = {"pjwt_auth_enabled": False, "sample_use_retrieve_futures": True}
+    # Keys are not exchanged for others, and one question is for all samples. Copies of a sampling
+    # client count on from numbers of this server: the SDK would draw them, and with them the seeds.
+    config = {
+        "pjwt_auth_enabled": False,
+        "sample_use_retrieve_futures": True,
+        "sample_join_sampling_session": True,
+    }
     answers = {
         ("GET", "healthz"): {"status": "ok"},
         ("GET", "get_server_capabilities"): {"supported_models": [model]},

@@ -54,14 +54,11 @@ Samples: 1 sequences Sequence*, 2 prompt_logprobs bytes, 3 top_of_prompt Top, 5 
 
 @dataclass(frozen=True)
 class Pass:
-    """A request for `forward` or `forward_backward`."""
+    """What `forward` or `forward_backward` is to compute."""
 
-    run: str
-    seq: int
     data: list[Datum]
     loss: str
     config: Mapping[str, float | str]
-    forward_only: bool
 
 
 Top = Sequence[Sequence[Sequence[Any]] | None]
@@ -76,14 +73,7 @@ def read_pass(body: bytes) -> Pass:
     for entry in found["newer_config"]:
         setting = entry["value"] or {"texts": [""]}
         config[entry["key"]] = setting["texts"][-1] if setting["texts"] else setting["number"]
-    return Pass(
-        run=found["run"],
-        seq=found["seq"],
-        data=data,
-        loss=found["loss"],
-        config=config,
-        forward_only=bool(found["forward_only"]),
-    )
+    return Pass(data, found["loss"], config)
 
 
 def _datum(message: dict[str, Any], field: str) -> Datum:

@@ -163,6 +163,13 @@ class LoadWeights(TinkerBody):
     """It belongs to another account, and there are none."""
 
 
+class LoadRun(LoadWeights):
+    """Loads weights as a new run."""
+
+    session_id: str
+    model_seq_id: NonNegativeInt
+
+
 class CreateSampler(SessionBody):
     """Begins to sample."""
 

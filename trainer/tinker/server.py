@@ -238,13 +238,7 @@ class TinkerServer:
         """Accepts weights for a run, or as a new run."""
         if isinstance(body, dict) and body.get("model_id") is not None:
             return await self.accept(owner, "load_weights", body)
-        given = requests.validated(requests.LoadWeights, body)
-        if given.session_id is None or given.model_seq_id is None:
-            raise InvalidInput(
-                "a load needs model_id and seq_id, or session_id and model_seq_id",
-                field="session_id",
-                remedy="send one of these pairs",
-            )
+        given = requests.validated(requests.LoadRun, body)
         if given.base_model is not None:
             self.check_model(given.base_model)
         saved = self.state.find(Checkpoint, given.path, owner)
@@ -258,7 +252,7 @@ class TinkerServer:
         number: int,
         *,
         lora: LoraSpec,
-        body: requests.CreateModel | requests.LoadWeights,
+        body: requests.CreateModel | requests.LoadRun,
     ) -> TinkerOperation:
         """Accepts the run with this number of a session, which may exist (for a retry)."""
         name = f"{self.state.session(session, owner).id}:train:{number}"

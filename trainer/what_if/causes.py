@@ -15,7 +15,7 @@ from common.errors import ServiceError
 from services.reward.answers.exact import same_answer
 from services.reward.answers.extract import extract_answer, gold_answer
 from trainer.dashboard.tokens import TokenTexts
-from trainer.observe.group_files import GroupTexts
+from trainer.observe.group_files import CompletionText, GroupTexts
 from trainer.what_if.run_facts import RunFacts
 
 _FACTOR = 3.0
@@ -29,6 +29,13 @@ _FEWEST = 8
 _ODD = 0.1
 """Share of answers that are right and not paid, or paid and not right."""
 _STEPS_OF_PHRASE = 4
+_TURNED = 0.25
+"""Share of groups in which wrong answers are paid more than right ones. A reward that ignores what
+is right has a half of them."""
+_FEW_CUT = 0.05
+_MANY_CUT = 0.3
+_ALL_CUT = 0.9
+"""Shares of cut answers: from few to all in one step, a policy is broken."""
 _SHOWN = 3
 _END = 30
 """Characters of the end of a problem that a prompt must have."""
@@ -183,12 +190,55 @@ def _graded(groups: Sequence[GroupTexts]) -> Iterator[tuple[str, bool, bool]]:
         if len(rewards) < len(group.completions) or len(set(rewards)) < 2:
             continue
         mean = fmean(rewards)
-        gold = gold_answer(group.ground_truth) or ""
-        for reward, each in zip(rewards, group.completions, strict=True):
-            answer = extract_answer(each.text)
-            is_right = None if answer is None else same_answer(gold, answer)
+        for reward, (each, is_right) in zip(rewards, _judged(group), strict=True):
             is_paid = reward > mean
             yield each.text, is_paid, is_right not in (None, is_paid)
+
+
+def _judged(group: GroupTexts) -> Iterator[tuple[CompletionText, bool | None]]:
+    """Yields the answers of a group, and whether they are right, as far as numbers tell."""
+    gold = gold_answer(group.ground_truth) or ""
+    for each in group.completions:
+        answer = extract_answer(each.text)
+        yield each, None if answer is None else same_answer(gold, answer)
+
+
+def inverted(facts: RunFacts) -> Trace | None:
+    """Wrong answers are paid more than the right ones beside them."""
+    for step in facts.steps:
+        groups = [
+            (later, *_by_verdict(group))
+            for later in range(step, step + _STEPS_OF_PHRASE)
+            for group in facts.texts(later)
+        ]
+        both = [each for each in groups if all(each)]
+        turned = [later for later, wrong, right in both if fmean(wrong) > fmean(right)]
+        if len(turned) >= max(_SHOWN, _TURNED * len(both)):
+            return Trace(turned[0], (len(turned), len(both)))
+    return None
+
+
+def _by_verdict(group: GroupTexts) -> tuple[list[float], list[float]]:
+    """Returns the rewards of wrong and of right answers."""
+    found: tuple[list[float], list[float]] = ([], [])
+    for each, is_right in _judged(group):
+        if is_right is not None and each.reward is not None:
+            found[is_right].append(each.reward)
+    return found
+
+
+def sudden(facts: RunFacts, *, by_settings: bool) -> Trace | None:
+    """Answers run to their limit, which is the same, and in the step before hardly any did: many
+    since settings were changed, or all since an update.
+    """
+    for (_, before), (step, now) in itertools.pairwise(facts.series("truncated")):
+        if before > _FEW_CUT or now < (_MANY_CUT if by_settings else _ALL_CUT):
+            continue
+        changed = [each for each in facts.changes() if each.startswith(f"step {step}: ")]
+        caused = "; ".join(each for each in changed if ": trainer." not in each)
+        if bool(caused) is by_settings and "max_new_tokens" not in caused:
+            return Trace(step, (before, now, caused))
+    return None
 
 
 def problem(facts: RunFacts) -> Trace | None:
@@ -285,6 +335,13 @@ CAUSES: Sequence[tuple[str, Callable[[RunFacts], Trace | None], str, str]] = (
         "correct the reward function; rlhf regrade shows what that changes",
     ),
     (
+        "reward",
+        inverted,
+        "from step {step} on, wrong answers are paid more than right ones, in {0} of {1} groups "
+        "that have both",
+        "correct the reward function; rlhf regrade shows what that changes",
+    ),
+    (
         "problem",
         problem,
         "{0:.0%} of the answers to one problem ({1}) agree on {2}, and its ground truth says {3}: "
@@ -292,8 +349,21 @@ CAUSES: Sequence[tuple[str, Callable[[RunFacts], Trace | None], str, str]] = (
         "correct the row, and see what it changes with rlhf regrade --gold",
     ),
     (
+        "settings",
+        partial(sudden, by_settings=True),
+        "{0:.0%} of the answers were cut, and at step {step} {1:.0%} are, with other settings: {2}",
+        "set them back: rlhf fork from the step before",
+    ),
+    (
+        "rate",
+        partial(sudden, by_settings=False),
+        "{0:.0%} of the answers were cut, and at step {step} {1:.0%} are: the update before it was "
+        "too large",
+        "lower optimizer.learning_rate",
+    ),
+    (
         "cut",
-        partial(high, metric="truncated", bound=0.3),
+        partial(high, metric="truncated", bound=_MANY_CUT),
         "from step {step} on, {1:.0%} of the answers are cut at sampling.max_new_tokens",
         "raise sampling.max_new_tokens",
     ),

@@ -252,15 +252,17 @@ def _import_path(reward: str) -> str:
     if path.suffix != ".py":
         return reward
     public = _PUBLIC.findall(path.read_text(encoding="utf-8")) if path.is_file() else []
-    names = [name] if name in public else public
+    names = [each for each in public if name in ("", each)]
     if len(names) != 1:
+        known = f"has the functions and classes {', '.join(public) or 'none'}"
         raise ConfigError(
-            f"the file has the functions and classes {', '.join(public) or 'none'}",
+            f"the file {known if path.is_file() else 'does not exist'}",
             field="--reward",
             value=reward,
             remedy=f"name a Python file and one of its functions, as in {file}:reward",
         )
-    sys.path.insert(0, str(path.resolve().parent))
+    # Last, so that no file beside it takes the name of a module of the library.
+    sys.path.append(str(path.resolve().parent))
     return f"{path.stem}:{names[0]}"
 
 

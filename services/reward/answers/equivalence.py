@@ -13,6 +13,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from fractions import Fraction
+from itertools import product
 from pathlib import Path
 from typing import TypeVar
 
@@ -31,6 +32,7 @@ from services.reward.answers.expressions import (
 from services.reward.answers.extract import last_value
 from services.reward.answers.formulas import same_formulas, same_values
 from services.reward.answers.kinds import (
+    Based,
     Choice,
     Clock,
     Family,
@@ -90,7 +92,7 @@ def verdict(gold: str, answer: str) -> str:
     - "right" or "wrong";
     - "unparsable" if some part of the answer is not understood;
     - "unevaluated" if the gold answer is a number and the answer an expression with its value, such
-      as `5 + 18` or `46/2` for 23;
+      as `5 + 18` or `46/2` for 23, or an integral or a sum, of whatever value;
     - "identical" if the answer repeats a gold answer that is no value, such as "see above".
 
     Raises MemoryError and RecursionError. It has no time limit: the process that calls it is killed
@@ -104,6 +106,9 @@ def verdict(gold: str, answer: str) -> str:
     expected = read_gold(gold)
     if expected is None:
         return "wrong"
+    match expected, given:
+        case Value(Expression() as node), Value(None) if written_out(node):
+            return "unevaluated"  # Computing it may take minutes, and earns nothing.
     right = same(expected, given)
     # What only math-verify can read may still be a number, a set or a matrix: it compares any two.
     is_formula = any(isinstance(each, Value) and not each.node for each in (expected, given))
@@ -140,13 +145,16 @@ def _unevaluated(expected: Reading, given: Reading) -> bool:
     """Returns whether a part of an answer is an uncomputed expression where the gold answer has a
     number.
     """
-    numbers = [value for value in _values(expected) if _is_number(value)]
-    # 2:3 is a ratio, of which the parts may be expressions.
-    numbers = [value for value in numbers if ":" not in texts_of(value.source)]
-    for value in _values(given):
-        if not _is_number(value) and any(same_values(each, value) for each in numbers):
-            return True
-    return False
+    if {type(expected), type(given)} == {Relation}:
+        return False  # x² + y² = 3² for x² + y² = 9
+    numbers = [
+        value
+        for value in _values(expected)
+        # 2:3 is a ratio, of which the parts may be expressions.
+        if _is_number(value) and ":" not in texts_of(value.source)
+    ]
+    pairs = product(numbers, _values(given))
+    return any(not _is_number(value) and same_values(each, value) for each, value in pairs)
 
 
 def _is_number(value: Value) -> bool:
@@ -230,6 +238,8 @@ def _converted(one: Reading, other: Reading, is_gold: bool) -> Reading | None:
             return Family((node,), *unknowns(node))
         case Value(Expression() as node), TupleOrInterval("&", _, rows):
             return other if _is_multiple_of_one(node, rows) else None
+        case Based(digits, 10), Value():
+            return Value(number(int(digits)))
         case Value(Operation("/")), Clock():
             times = [read(f"{written(one.source)} {half}") for half in ("am", "pm")]
             return other if other in times else None

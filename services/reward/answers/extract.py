@@ -71,13 +71,17 @@ _HEDGE_AFTER = re.compile(
 _CLAUSE = re.compile(r"[,;:]|\b(?:so|thus|hence|therefore|but)\b", re.IGNORECASE)
 _SUBORDINATE = re.compile(
     rf"""(?<=[\w*)\ue000-\uf8ff])\s*,?\s+(?:(?:since|because)\b(?:[^,:]|,(?=[0-9]))*
-    | (?:after|from|when)\b(?:(?!\b{phrases("starts anew")}\b)[^,:;=]|,(?=[0-9]))*\Z)""",
+    | (?:(?:after|by)\s\w+ing|after|from|when)\b
+        (?:(?!\b{phrases("starts anew")}\b)[^,:;=]|,(?=[0-9]))*\Z)
+    | (?<=[0-9])\s(?:out\s)?of\s(?:(?:the|his|her|its|their|our|my|these|those)\s)?
+        [0-9][0-9,]*\b""",
     re.VERBOSE,
 )
 _ITEM = rf"(?:[A-Za-z]\s?=\s?)?(?:{_VALUE})"
 _LISTED = re.compile(
-    rf"""(?:\A|[=:]|\b(?:is|are)\b)[\s*]*
-    ((?:{_ITEM}(?:\s*[,;]\s+(?:(?:or|and)\s+)?|\s+(?:or|and)\s+)){{1,20}}{_ITEM})\Z""",
+    rf"""(?:\A|[=:]|\b(?:is|are|es|son|ist|sind|est|sont|é|são|è|sono)\b)[\s*]*
+    ((?:{_ITEM}\s*(?:[,;]\s+|(?<=\s))(?:(?:or|and|oder|und|o|y|ou|et|e|или|и)\s+)?){{1,20}}
+    {_ITEM})\Z""",
     re.VERBOSE,
 )
 _MONTH = rf"(?:{'|'.join(filter(None, (*calendar.month_name, *calendar.month_abbr)))})\b\.?"
@@ -217,10 +221,10 @@ def _with_attached(number: re.Match[str]) -> str:
     text = number.string
     left = text[max(0, number.start() - MAX_ANSWER_CHARS) : number.start()]
     right = text[number.end() : number.end() + MAX_ANSWER_CHARS]
-    head = re.findall(r"[^\s一-鿿]*\Z", left)[0].rpartition("boxed{")[2].lstrip("([{\"'*_`")
+    head = re.findall(r"[^\s：、-鿿가-힣]*\Z", left)[0].rpartition("boxed{")[2].lstrip("([{\"'*_`")
     if head.endswith(("-", "–", "—")) or number.group()[0].isspace():
         head = ""
-    tail = re.findall(r"\A\S*", right)[0].rstrip(".,;:?!)]}\"'*_`")
+    tail = re.findall(r"\A[^\s぀-ヿ가-힣]*", right)[0].rstrip(".,;:?!)]}\"'*_`")
     return _last_side(head + number.group() + tail)
 
 

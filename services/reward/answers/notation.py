@@ -52,7 +52,7 @@ approx approx simeq thickapprox; times cdot ast cdotp bullet; emptyset varnothin
 setminus smallsetminus backslash; epsilon varepsilon; phi varphi; theta vartheta; { lbrace
 } rbrace; | vert lvert rvert mid; ( lparen; ) rparen; [ lbrack; ] rbrack; land wedge; lor vee
 bar overline; i imath; j jmath; dots ldots cdots dotsc; setR R reals Reals; setZ Z
-£ pounds; € euro; ¥ yen; / div; : colon
+$ textdollar; £ pounds; € euro; ¥ yen; / div; : colon
 setN N; mod pmod bmod
 """
 _SAME = {
@@ -163,7 +163,8 @@ _STEPS: tuple[tuple[str, str, Replacement], ...] = (
     ("<sub ", r"<sub ([^<>]*)>", r"_{\1}"),
     ("</", r"</?(?:b|strong|i|em|u|span|p|div|font|mark|code|center|h[1-6])(?:\s[^<>]*)?>", ""),
     # Signs and words with several spellings
-    ("$", r"US\\?\$", "$"),
+    ("$", r"(?:US|\b(?:A|AU|C|CA|NZ|HK|S))\\?\$(?=[\s}]*[0-9])", "$"),
+    ("Rs", r"\bRs\.?(?=[\s}]*[0-9])", "₹"),
     ('\\"', r'\\"', '"'),
     ("``", r"``([^`']*)''", r'"\1"'),
     (".", r"\\(?:left|right)\.", ""),
@@ -211,7 +212,7 @@ _STEPS: tuple[tuple[str, str, Replacement], ...] = (
     ),
     ("{\\frac", r"(?<=[0-9])\s*\{\s*(\\frac\s*\{[0-9]+\}\s*\{[0-9]+\})\s*\}", r"\1"),
     # Mixed numbers. Not over a line break: that joins two numbers
-    ("/", rf"{_WHOLE} +([0-9]{{1,30}})/([0-9]{{1,30}})(?![0-9.])", _mixed),
+    ("/", rf"{_WHOLE}(?: |~|\\[,;: ])+([0-9]{{1,30}})/([0-9]{{1,30}})(?![0-9.])", _mixed),
     (
         "\\frac",
         rf"{_WHOLE}{_GAP}\\frac *(?:\{{ *([0-9]{{1,30}}) *\}}|([0-9]))"
@@ -246,6 +247,8 @@ _STEPS: tuple[tuple[str, str, Replacement], ...] = (
     # before a set, "in" does not mean inch
     ("in", r"(?:\x02\s*)?(?<!\\)\bin\b(?:\s*\x03)?(?=\s*(?:[(\[]|\\\{|\\set))", r"\\in "),
     ("x", r"(?<=[0-9]) ?x ?(?=10\s*\^)", "*"),
+    ("noon", r"\b(?:12 )?noon\b", "12 pm"),
+    ("midnight", r"\b(?:12 )?midnight\b", "12 am"),
     ("cent", r"\bper\s?cent\b", "percent"),
     ("to", r"(?<=[0-9])[\s\x02]{0,9}\bto\b[\s\x03]{0,9}(?=[0-9])", ":"),
 )
@@ -263,7 +266,11 @@ _SCAN = re.compile(
     r"|(?P<other>\\?.)",
     re.DOTALL,
 )
-_GROUPED = re.compile(r"[0-9]{1,3}(?:(?:,[0-9]{3})+|(?: [0-9]{3})+)(?![0-9])(?:\.[0-9]+)?")
+# 58,500, 58 500, and 1,50,000, which is a lakh and a half
+_GROUPED = re.compile(
+    r"(?:[0-9]{1,3}(?:(?:,[0-9]{3})+|(?: [0-9]{3})+)|[0-9]{1,2}(?:,[0-9]{2})+,[0-9]{3})"
+    r"(?![0-9])(?:\.[0-9]+)?"
+)
 # sinx, xpi
 _GLUED = re.compile(
     r"((?:sin|cos|tan|cot|sec|csc|log|exp|abs|gcd|lcm|max|min)(?=[a-z]$)|[A-Za-z](?=pi$))([a-z]+)"
@@ -360,7 +367,7 @@ def _command(name: str, spaced: bool) -> Token:
         return Token("name", "\\" + name, spaced)
     if name in ("i", "j"):
         return Token("name", name, spaced)
-    if name in "|()[]/:£€¥":
+    if name in "|()[]/:$£€¥":
         return Token("op", name, spaced)
     is_operator = "\\" + name in _RELATED or name in "{}"
     return Token("op" if is_operator else "cmd", "\\" + name, spaced)

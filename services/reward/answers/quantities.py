@@ -31,7 +31,7 @@ from services.reward.answers.values import simplified
 
 _MONEY = (
     rf"(?i)(?:(?P<sign>[-+]) )?(?P<currency>{'|'.join(map(re.escape, CURRENCIES))})"
-    r"(?: \\.)? (?P<rest>.+)"
+    r" (?P<rest>.+)"
 )
 _CALCULUS = words("\\int \\iint \\oint \\sum \\prod \\lim \\det \\partial \\begin \\end")
 _PROSE = re.compile(r"[^\x00-\x7f]|(?<![\\A-Za-z])(?<!\{ )[A-Za-z]{3,}")

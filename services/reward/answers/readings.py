@@ -18,7 +18,6 @@ from services.reward.answers.expressions import (
     ZERO,
     Expression,
     Number,
-    Operation,
     Parser,
     Unknown,
     number,
@@ -79,6 +78,8 @@ _INTRODUCED = (
     r"(?:(?:the|final|answer|option|choice|is|=|:) )+|= |\\approx |[^ 不]*[是为] )(?P<value>.+)"
 )
 _LISTS = re.compile(r"r?cases|aligned|align|gathered")
+# x > 0 of "if x > 0,"
+_CELL = r"(?:(?:if|for|when|where) )?(?P<value>.+?)(?: [,;.])*"
 # Words that say no more about an answer of words.
 _FILLERS = words(
     "a an the is are it its this that function graph curve figure shape number answer value "
@@ -92,18 +93,21 @@ _DATES = {
 }
 _MONTHS = frozenset(filter(None, map(str.lower, calendar.month_name)))
 _DATE_GLUE = words("the of on st nd rd th , . ^ { }")
-_TIMES = {"noon": 720, "midnight": 0}
 _SETS = {"\\union": operator.or_, "\\cap": operator.and_, "\\setminus": operator.sub}
 
 
 _RELATIONS = "= \\lt \\gt \\le \\ge \\ne \\in \\approx"
 _REVERSED = {"\\gt": "\\lt", "\\ge": "\\le"}
 _WORD = rf"(?:[^\W\d_]+|\\(?:{'|'.join(GREEK)}))"
+_D = r"(?:d|\\partial)"
 _NAME = re.compile(
     # not a product: ab, x y
-    rf"(?![a-z]{{2}}\b|[xyz]{{2,}}\b|(?:[A-Za-z] )+[A-Za-z]$)"
+    rf"(?!(?!d[a-z] /)[a-z]{{2}}\b|[xyz]{{2,}}\b|(?:[A-Za-z] )+[A-Za-z]$)"
     rf"(?P<stem>(?:\\(?:angle|triangle|vec) (?:\{{ )?)?{_WORD}(?: {_WORD})*(?: \}})?"
-    r"(?: _ (?:\{ [^{}]+ \}|\w+))?(?: ')*)(?: \( [a-z](?: , [a-z])* \))?"
+    r"(?: _ (?:\{ [^{}]+ \}|\w+))?(?: ')*"
+    # a derivative: dy/dx
+    rf"|\\frac \{{ {_D}(?: \^ 2)?(?: ?[A-Za-z])? \}} \{{ {_D} ?[a-z](?: \^ 2)? \}}(?: [A-Za-z])?"
+    r"|d[a-z] / d[a-z])(?: (?:\^ \{ - 1 \} )?\( [a-z](?: , [a-z])* \))?"
 )
 _UNKNOWN = rf"{_WORD}(?: _ (?:\{{ [^{{}}]+ \}}|\w+))?"
 
@@ -194,7 +198,7 @@ def _date(part: Tokens, _: ReadPart) -> Reading | None:
 
 
 def _words(part: Tokens, _: ReadPart) -> Reading | None:
-    """Reads words: a number in words, "no solution", "noon", or what words say."""
+    """Reads words: a number in words, "no solution", or what words say."""
     part = tuple(token for token in part if token.text not in ('"', "`")) or part
     has_date = any(token.text.lower() in _DATES for token in part)
     kinds = ("word", "name", "num") if has_date else ("word", "name")
@@ -216,15 +220,13 @@ def _words(part: Tokens, _: ReadPart) -> Reading | None:
         return REALS
     if re.fullmatch(r"(?:the )?empty set|(?:there (?:is|are) )?no (?:real )?solutions?", text):
         return Many((), True)
-    if text in _TIMES:
-        return Clock(_TIMES[text])
     if text.split()[0] in (*NUMBERS, "negative", "minus", "half", "a"):
         with suppress(NotUnderstood):
             return read_value(part)
-    product_of_letters: Expression | None = None
+    content = _content(text)
     with suppress(NotUnderstood):
-        product_of_letters = Parser(part).whole()
-    return Words(_content(text), product_of_letters)
+        return Words(content, product=Parser(part).whole())
+    return Words(content)
 
 
 def _content(text: str) -> str:
@@ -536,15 +538,14 @@ def _inequality(nodes: list[Expression], signs: list[str]) -> Reading:
 
 def _below(side: Expression, bound: Expression, is_closed: bool) -> Region | None:
     """Returns the region where x, -x or |x| is below a constant; None for other sides."""
+    sign = side.name if side.operands else ""
+    inner = side.operands[0] if sign in ("neg", "abs") else side
+    if not isinstance(inner, Unknown):
+        return None
     opposite = bound.operands[0] if bound.name == "neg" else operation("neg", bound)
-    match side:
-        case Unknown(name):
-            return Region(((MINUS_INFINITY, False, bound, is_closed),), name)
-        case Operation("neg", (Unknown(name),)):
-            return Region(((opposite, is_closed, INFINITY, False),), name)
-        case Operation("abs", (Unknown(name),)):
-            return Region(((opposite, is_closed, bound, is_closed),), name)
-    return None
+    low = (opposite, is_closed) if sign else (MINUS_INFINITY, False)
+    high = (INFINITY, False) if sign == "neg" else (bound, is_closed)
+    return Region(((*low, *high),), inner.name)
 
 
 def as_line(node: Expression, name: str) -> tuple[Expression, Expression] | None:
@@ -719,8 +720,10 @@ def _matrix(part: Tokens, read_part: ReadPart) -> Reading | None:
         cells = [list(column) for column in zip(*cells, strict=False)]
     rows: list[Reading] = []
     for row in cells:
-        items = tuple(map(read_part, row))
+        items = tuple(read_part(trimmed(_CELL, cell)) for cell in row)
         rows.append(items[0] if len(items) == 1 else TupleOrInterval("&", "&", items))
+    if "cases" in kind:
+        return Many(tuple(rows), False)
     is_column = not isinstance(rows[0], TupleOrInterval) and len(rows) > 1
     return TupleOrInterval("(" if is_column else "&", ")" if is_column else "&", tuple(rows))
 

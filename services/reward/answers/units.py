@@ -31,10 +31,10 @@ volume 473176473/125000000: gal gallon; volume 473176473/500000000: qt quart
 volume 473176473/1000000000: pint; volume 473176473/2000000000: cup
 volume 473176473/32000000000: tbsp tablespoon; volume 473176473/96000000000: tsp teaspoon
 area 1: 平方米; area 1/10000: 平方厘米; area 40468564224/10000000: acre; area 10000: hectare ha
-dollar 1: $ dollar usd buck 美元; dollar 1/100: cent ¢ c
+dollar 1: $ dollar usd cad aud nzd buck 美元; dollar 1/100: cent ¢ c
 coin 1/100: penny pennies; coin 1/20: nickel; coin 1/10: dime; coin 1/4: quarter
 euro 1: € euro eur 欧元; gbp 1: £ gbp; gbp 1/100: pence; yen 1: ¥ yen jpy 円 日元
-rupee 1: ₹ rupee rs inr; peso 1: peso; yuan 1: yuan rmb cny 元 块; won 1: ₩ krw 원
+rupee 1: ₹ rupee rs inr; peso 1: peso php; yuan 1: yuan rmb cny 元 块; won 1: ₩ krw 원
 percent 1: % percent percentage pct; degree 1: \x04 degree deg 度; degree 1/60: arcminute
 radian 1: rad radian; celsius 1: celsius; fahrenheit 1: fahrenheit; kelvin 1: K kelvin
 newton 1: N newton; energy 1: J joule; energy 1000: kJ kilojoule; energy 4184: kcal
@@ -50,7 +50,7 @@ _PLURALS = words(
     "aircraft"
 )
 _PLURAL = re.compile(
-    r"(?=.*[aeiouy])[a-z'’-]{3,}s(?<![su]s)|(?:cd|dvd|tv|ad)s|[个只名位件本张支条辆块颗枚次人棵页]\w{0,6}"
+    r"(?=.*[aeiouy])[a-z'’-]{3,}s(?<![su]s)|(?:cd|dvd|tv|ad)s|[个個只名位件本张支条辆块颗枚次人棵页]\w{0,6}"
 )
 _WORD = re.compile(r"[^\W\d_]{2,}(?:[-'’][^\W\d_]+)*|[^\x00-\x7f]")
 _SMALL = (
@@ -150,7 +150,7 @@ for _entry in _MEASURES.strip().replace("\n", ";").split(";"):
     _base, _power, _parts = _DERIVED.get(_dimension, (_dimension, 1, 1))
     for _name in _names.split():
         _TABLE[_name] = Unit(((_base, _power),), Fraction(_size) / _parts, _dimension == "coin")
-CURRENCIES = words("$ € £ ¥ ₹ ₩ usd eur gbp inr cny rmb jpy krw rs")
+CURRENCIES = words("$ € £ ¥ ₹ ₩ usd cad aud nzd eur gbp inr cny rmb jpy krw php rs")
 _SIGNS = CURRENCIES | {"%", DEGREE}
 # Letters that are units after a space or a decimal; outside \\text, other letters are variables.
 _BARE = words("m g s h L")

@@ -370,10 +370,8 @@ def is_enormous(node: Expression) -> bool:
     """Returns whether the value of an expression without unknowns exceeds the bounds."""
     try:
         _constant(node)
-    except Enormous:
-        return True
-    except Undecided:
-        pass
+    except Undecided as error:
+        return isinstance(error, Enormous)
     return False
 
 

@@ -138,13 +138,12 @@ class JudgeRewardFunction(DetailedRewardFunction):
         }
         key = os.environ.get(API_KEY)
         headers = {"authorization": f"Bearer {key}"} if key else {}
-        status: RewardStatus = "error"
         wait_s = 0.0
         for attempt in range(self._retries + 1):
             if attempt > 0:
                 backoff_s = 0.125 * 2**attempt * random.uniform(0.5, 1.5)
                 time.sleep(min(max(wait_s, backoff_s), _MAX_BACKOFF_S))
-            status = "error"
+            status: RewardStatus = "error"
             wait_s = 0.0
             answer = None
             try:

@@ -117,11 +117,9 @@ class LengthPenaltyFunction(RewardFunction):
 
     def __call__(self, completions: Completions, **kwargs: Any) -> list[float]:
         """Returns a number in [-1, 0] for each completion."""
-        penalties: list[float] = []
-        for completion in completions:
-            share = (len(text_of(completion)) - self._soft) / (self._hard - self._soft)
-            penalties.append(-min(1.0, max(0.0, share)))
-        return penalties
+        span = self._hard - self._soft
+        shares = ((len(text_of(each)) - self._soft) / span for each in completions)
+        return [-min(1.0, max(0.0, share)) for share in shares]
 
 
 class RepetitionPenaltyFunction(RewardFunction):
@@ -140,20 +138,16 @@ class RepetitionPenaltyFunction(RewardFunction):
 
     def __call__(self, completions: Completions, **kwargs: Any) -> list[float]:
         """Returns a number in (-1, 0] for each completion."""
-        penalties: list[float] = []
-        for completion in completions:
-            words = self._words(text_of(completion))
-            total = len(words) - self._ngram + 1
-            # Hashes, because n-grams of a long text would take n times its memory.
-            ngrams = {hash(tuple(words[i : i + self._ngram])) for i in range(total)}
-            penalties.append(len(ngrams) / total - 1 if total > 0 else 0.0)
-        return penalties
+        return [self._penalty(text_of(completion)) for completion in completions]
 
-    def _words(self, text: str) -> list[str]:
+    def _penalty(self, text: str) -> float:
         words: list[str] = []
         for word in _WORD.findall(text):
             words += word if len(word) > 5 * self._ngram else [word]
-        return words
+        total = len(words) - self._ngram + 1
+        # Hashes, because n-grams of a long text would take n times its memory.
+        ngrams = {hash(tuple(words[i : i + self._ngram])) for i in range(total)}
+        return len(ngrams) / total - 1 if total > 0 else 0.0
 
 
 def _compiled(argument: str, patterns: Sequence[str]) -> list[regex.Pattern[str]]:

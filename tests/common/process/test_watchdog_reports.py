@@ -182,7 +182,9 @@ def test_where_a_process_is(clock: Clock) -> None:
         watchdog.at("a step")
         assert progress.total(with_others=True) == moves + 1
         clock.now += 1000
-        assert watchdog.place() == ("a step", pytest.approx(1000, abs=60))
+        place = watchdog.place()
+        assert place is not None
+        assert (place[0], 940 < place[1] < 1060) == ("a step", True)
         found = watchdog.where()
     assert (found.place, found.pid) == ("a step", os.getpid())
     assert found.since_s == pytest.approx(1000, abs=60)

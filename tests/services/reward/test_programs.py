@@ -262,6 +262,7 @@ HARMLESS = {
     "quit in a function": "def main():\n    print('ok')\n    quit()\nmain()",
     "sys.exit": "import sys\nprint('ok')\nsys.exit(0)",
     "os._exit": "import os\nprint('ok', flush=True)\nos._exit(0)",
+    "closed standard output": "import sys\nprint('ok')\nsys.stdout.close()",
     "main": "if __name__ == '__main__':\n    print('ok')",
     "the standard library": "import json, re, math, heapq, bisect, collections, itertools, functools, decimal, fractions\n"
     "import random, datetime, string, statistics, dataclasses, typing, array, struct, hashlib, copy, uuid\nprint('ok')",

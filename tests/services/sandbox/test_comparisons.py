@@ -1,14 +1,19 @@
 """What counts as the expected value or output, against definitions that are written anew here."""
 
+import collections
+import datetime
 import json
 import random
+import uuid
 from decimal import Decimal
 from fractions import Fraction
 from typing import Any
 
+import numpy as np
 import pytest
 
 from services.sandbox.cases import Case, CaseResult
+from services.sandbox.library_values import made, recipe, same
 from services.sandbox.values import decoded, encoded
 
 
@@ -112,12 +117,25 @@ class _Items(dict):  # type: ignore[type-arg]
         (Decimal("0.5"), 0.5),
         (_Text("a"), "a"),
         (_Items(a=1), ["dict", [["a", 1]]]),
+        (np.array([[1, 2]]), ["list", [["list", [1, 2]]]]),
+        (np.float32(0.5), 0.5),
         (object(), ["other", "object"]),
         (int, ["other", "type"]),
     ],
 )
 def test_the_tags_of_values(value: Any, tagged: Any) -> None:
     assert encoded(value) == tagged
+
+
+def test_an_empty_array_is_compared_with_empty_ones_only() -> None:
+    empty = np.array([])
+    assert same([], [1]) is False
+    assert same([], []) is True
+    assert same(empty, empty).all()
+    assert same(np.array([1, 2]), [1, 2]).all()
+    for left, right in ((empty, 4), (4, empty), (np.array([1]), [])):
+        with pytest.raises(AssertionError):
+            same(left, right)
 
 
 def test_values_with_too_many_levels_are_refused() -> None:
@@ -263,3 +281,43 @@ def test_the_size_of_what_is_expected() -> None:
     assert Case({"kind": "stdin"}, "é\n").expected_bytes == 3
     assert Case({"kind": "stdin"}, "\ud800").expected_bytes == 1
     assert Case({"kind": "call"}, [1, "a"]).expected_bytes == len('["list", [1, "a"]]')
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        range(1, 9, 2),
+        collections.deque([1, "a"], maxlen=2),
+        collections.Counter("abca"),
+        collections.OrderedDict(b=1, a=2),
+        collections.defaultdict(list, a=[1]),
+        datetime.date(2024, 2, 29),
+        datetime.datetime(2024, 2, 29, 1, 2, 3, 4, datetime.timezone(datetime.timedelta(hours=3))),
+        datetime.time(1, 2),
+        datetime.timedelta(days=-1, seconds=5),
+        Decimal("1.50"),
+        Fraction(3, 7),
+        uuid.UUID(int=5),
+        np.array([[1.5, 2.5]], np.float32),
+        np.array(["a", "bc"]),
+        np.array([True]),
+        np.int16(7),
+    ],
+)
+def test_values_of_the_library_are_built_again(value: Any) -> None:
+    parts = recipe(value)
+    assert parts is not None
+    again = made(*parts)
+    assert type(again) is type(value)
+    assert repr(again) == repr(value)
+    assert getattr(again, "dtype", None) == getattr(value, "dtype", None)
+
+
+def test_other_types_are_not_built() -> None:
+    assert recipe(object()) is None
+    assert recipe(np.array([object()])) is None
+    for module, name in (("os", "_exit"), ("datetime", "tzinfo"), ("numpy", "load")):
+        with pytest.raises(ValueError, match="no such type"):
+            made(module, name, [1], [])
+    with pytest.raises(ValueError, match="O"):
+        made("numpy", "array", ["O", [1], [1]], [])

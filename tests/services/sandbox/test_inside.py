@@ -5,6 +5,7 @@ import json
 import os
 import random
 import sys
+import threading
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,11 +17,14 @@ from services.sandbox.values import decoded
 
 
 @pytest.fixture
-def own_globals(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A program replaces these, since its process ends with it."""
+def waited(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """A program replaces modules and ends threads, since its process ends with it."""
+    found: list[str] = []
+    monkeypatch.setattr(threading, "_shutdown", lambda: found.append("for all threads"))
     for name in ("__main__", "solution"):
         monkeypatch.setitem(sys.modules, name, sys.modules.get(name))
     monkeypatch.setattr(sys, "stdin", sys.stdin)
+    return found
 
 
 def ran(source: str, **case: Any) -> Any:
@@ -37,8 +41,7 @@ def called(source: str, function: str = "f", *args: Any, **kwargs: Any) -> Any:
     return value_of(source, kind="call", function=function, args=list(args), kwargs=kwargs)
 
 
-@pytest.mark.usefixtures("own_globals")
-def test_a_program_is_called_or_reads_its_input() -> None:
+def test_a_program_is_called_or_reads_its_input(waited: list[str]) -> None:
     assert called("def f(x, y=1):\n    return x, y", "f", 5, y=7) == (5, 7)
     assert called("async def f():\n    return 3") == 3
     method = "class Solution:\n    def f(self, x):\n        return {x}"
@@ -57,8 +60,10 @@ def test_a_program_is_called_or_reads_its_input() -> None:
     with pytest.raises(NameError):
         called("x = 1")
 
+    assert waited == []
     shown = "assert __name__ == '__main__'"
     assert ran(shown, kind="stdin", input="") == {"status": "done"}
+    assert waited == ["for all threads"]
     with pytest.raises(EOFError):
         ran("raise EOFError", kind="stdin", input="")
 

@@ -170,7 +170,7 @@ def test_tests_run_in_the_order_of_pytest(tmp_path: Any, monkeypatch: pytest.Mon
         return [f"setup {name}", *runs, f"teardown {name}"]
 
     many = [[(x, y, z)] for z in ("a", "b") for x, y in ((1, 2), (3, 4))]
-    events: Any = module.events  # type: ignore[attr-defined]
+    events: Any = module.events
     found = sorted(map(str, events))
     expected = [
         "setup test_events",

@@ -67,7 +67,7 @@ def test_logprobs_are_recorded_as_they_were_before_the_update(of_batch: bool) ->
     )
     [recorded] = _trained(batch, SimpleNamespace(logprobs=after))  # type: ignore[arg-type]
     assert recorded.logprobs == (before if of_batch else after)
-    assert recorded.advantages == ["a", "b"]
+    assert list(recorded.advantages) == ["a", "b"]
 
 
 def test_refused_calls_raise_an_alarm_from_their_limit_on() -> None:

@@ -32,8 +32,9 @@ _OF_SDK = bytes.fromhex(
 
 def test_reads_what_the_sdk_writes() -> None:
     found = read_pass(_OF_SDK)
-    assert (found.run, found.seq) == ("s:train:0", 300)
-    assert (found.loss, found.forward_only) == ("ppo", True)
+    place = MESSAGES.decode("Place", _OF_SDK)
+    assert place == {"run": "s:train:0", "seq": 300, "forward_only": 1}
+    assert found.loss == "ppo"
     assert found.config == {"clip_low_threshold": 0.8, "mode": "x"}
     one, two = found.data
     assert one.tokens == [1, 300, 7]

@@ -72,6 +72,7 @@ def test_a_function_in_a_file_and_what_it_changes(
     monkeypatch.setattr(sys, "path", [*sys.path])
     run = written(tmp_path / "run")
     (tmp_path / "own.py").write_text(OWN)
+    (tmp_path / "json.py").write_text("")  # not that of the library
     main([str(run), "--reward", str(tmp_path / "own.py")])
 
     said = capsys.readouterr().out
@@ -155,11 +156,16 @@ def test_the_data_of_the_settings_is_not_that_of_prompts_that_a_program_gave(
     [
         (["--set", "trainer.max_steps=3"], "--set"),
         (["--reward", "none.py"], "--reward"),
+        (["--reward", "own.py:short"], "--reward"),
         (["--reward", "nothing"], "reward.functions"),
         (["--gold", "none.jsonl"], "--gold"),
     ],
 )
-def test_a_mistake_is_named(tmp_path: Path, words: list[str], field: str) -> None:
+def test_a_mistake_is_named(
+    tmp_path: Path, words: list[str], field: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("own.py").write_text(OWN)
     with pytest.raises(ConfigError) as caught:
         main([str(written(tmp_path / "run")), *words])
     assert (caught.value.field or "").startswith(field)

@@ -87,6 +87,8 @@ def test_a_healthy_run_has_no_cause_and_no_jump(tmp_path: Path) -> None:
             {"alarms": lambda step: {"delta_logprob": "…"} if 8 <= step < 11 else {}},
         ),
         ("cut", 5, {"truncated": lambda step: 0.6 if step >= 5 else 0.0}),
+        # No answer ends any more: the update before broke the policy.
+        ("rate", 5, {"truncated": lambda step: 1.0 if step >= 5 else 0.0}),
         ("stale groups", 9, {"staleness": lambda step: 4.0 if step >= 9 else 0.0}),
     ],
 )
@@ -109,6 +111,25 @@ def test_a_phrase_that_is_paid_for(tmp_path: Path) -> None:
     facts = written(tmp_path, texts, rewards)
     assert first(facts) == ("phrase", 6)
     assert "certainly!" in next(causes(facts)).what
+
+
+def test_a_reward_that_pays_for_wrong_answers(tmp_path: Path) -> None:
+    facts = written(tmp_path, rewards=lambda step: [float(step < 6)] * 2 + [float(step >= 6)] * 2)
+    assert first(facts) == ("reward", 6)
+
+
+@pytest.mark.parametrize(
+    ("name", "setting", "value"),
+    [("settings", "temperature", 2.5), ("cut", "max_new_tokens", 9), ("cut", "group_size", None)],
+)
+def test_answers_that_are_cut_since_settings_were_changed(
+    tmp_path: Path, name: str, setting: str, value: float | None
+) -> None:
+    facts = written(tmp_path, truncated=lambda step: 0.4 if step >= 9 else 0.0)
+    before = {f"sampling.{setting}": 1.0, "trainer.max_steps": 8}
+    after = {f"sampling.{setting}": value or 1.0, "trainer.max_steps": 12}
+    facts.settings = [(0, before), (8, after)]
+    assert first(facts) == (name, 9)
 
 
 def test_a_problem_that_states_its_answer(tmp_path: Path) -> None:
