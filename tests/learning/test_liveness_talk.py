@@ -316,12 +316,19 @@ def test_a_rank_whose_collective_failed_says_where_it_was(
     def reduce_gradients() -> None:
         raise RuntimeError("connection closed by peer")
 
-    with run:
-        run.leave(2, ValueError("wrong"))
+    def fail() -> None:
         try:
             reduce_gradients()
         except RuntimeError as error:
             run.ranks[1].__exit__(RuntimeError, error, error.__traceback__)
+
+    with run:
+        failing = threading.Thread(target=fail)
+        failing.start()
+        # On a busy machine, rank 1 could hear of the other before it fails itself.
+        wait(lambda: run.ranks[1]._verdict_wanted)
+        run.leave(2, ValueError("wrong"))
+        failing.join()
         wait(lambda: set(run.statuses) == {"rank 0", "rank 1"})
     of_rank_1 = [r.getMessage() for r in caplog.records if r.threadName == "rank 1"]
     assert any("in reduce_gradients" in text for text in of_rank_1)
