@@ -538,6 +538,8 @@ class Cases(unittest.TestCase):
         self.assertTrue((double(2) == 4, "message"))
 """,
 }
+RAISING = "def double(x):\n    if x < 0:\n        raise ValueError(x)\n    return 2 * x"
+NOT_RAISING = "def double(x):\n    return 2 * x + 1"
 SWALLOWED = {
     "AssertionError": "try:\n    assert double(2) == 4\nexcept AssertionError:\n    print('wrong')",
     "AssertionError with a name": "try:\n    assert double(2) == 4\nexcept AssertionError as e:\n    print(e)",
@@ -800,8 +802,12 @@ def cases_of(test: Any) -> list[Case]:
 @pytest.mark.integration
 @pytest.mark.parametrize(
     ("forms", "right", "wrong"),
-    [(FORMS, RIGHT, WRONG), (ON_STATE, STATE, STATE_WRONG)],
-    ids=["values", "state"],
+    [
+        (FORMS, RIGHT, WRONG),
+        (ON_STATE, STATE, STATE_WRONG),
+        (SWALLOWED, RAISING, NOT_RAISING),
+    ],
+    ids=["values", "state", "caught"],
 )
 def test_a_right_program_passes_and_a_wrong_one_does_not_in_the_sandbox(
     code: CodeRewardFunction, forms: dict[str, Any], right: str, wrong: str
@@ -840,10 +846,8 @@ def test_an_assert_that_is_always_true_is_refused(form: str) -> None:
 @pytest.mark.parametrize("form", SWALLOWED)
 def test_a_failed_check_fails_the_test_although_a_handler_catches_it(form: str) -> None:
     [case] = parse_cases([SWALLOWED[form]])
-    raises = "def double(x):\n    if x < 0:\n        raise ValueError(x)\n    return 2 * x"
-
-    assert outcome(raises, case) == "passed"
-    assert outcome("def double(x):\n    return 2 * x + 1", case) != "passed"
+    assert outcome(RAISING, case) == "passed"
+    assert outcome(NOT_RAISING, case) != "passed"
 
 
 @pytest.mark.parametrize("form", SKIPPED)
