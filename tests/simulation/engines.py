@@ -109,7 +109,10 @@ class Engine(StandIn):
             return _reply({"error": {"message": "out of memory"}}, 500)
         # One that lies about weights of the same name, of an earlier run, is not to be recognised.
         if not trouble or self._label == body["weight_version"]:
-            self.weights = weights_in(body["model_path"])
+            try:
+                self.weights = weights_in(body["model_path"])
+            except FileNotFoundError as error:  # a late copy of a call: its files are gone
+                return _reply({"error": {"message": str(error)}}, 400)
             self._label = body["weight_version"]
         return _reply({"success": True})
 

@@ -73,7 +73,9 @@ _SUBORDINATE = re.compile(
     rf"""(?<=[\w*)\ue000-\uf8ff])\s*,?\s+(?:(?:since|because)\b(?:[^,:]|,(?=[0-9]))*
     | (?:(?:after|by)\s\w+ing|after|from|when)\b
         (?:(?!\b{phrases("starts anew")}\b)[^,:;=]|,(?=[0-9]))*\Z)
-    | (?<=[0-9])\s(?:out\s)?of\s(?:(?:the|his|her|its|their|our|my|these|those)\s)?
+    # 9 of the 12, and not half or a quarter of it
+    | (?<=[0-9])(?<![/.][0-9])(?<![/.][0-9]{{2}})\s(?:out\s)?of\s
+        (?:(?:the|his|her|its|their|our|my|these|those)\s)?
         [0-9][0-9,]*\b""",
     re.VERBOSE,
 )

@@ -27,7 +27,7 @@ async def grader() -> AsyncIterator[RewardService]:
 
 
 async def test_one_hostile_answer_has_no_score(grader: RewardService) -> None:
-    [result] = await grader.score([boxed("\\sum_{i=1}^{1000000000} \\frac{1}{i}", "5")])
+    [result] = await grader.score([boxed("\\sum_{i=1}^{1000000000} \\frac{1}{i}", "x")])
     assert (result.status, result.reward, result.correct) == ("timeout", None, False)
     assert result.reason.startswith("math: no answer within")
 
@@ -38,7 +38,7 @@ async def test_a_hostile_gold_is_an_error_and_not_a_zero(grader: RewardService) 
 
 
 async def test_batch_means_are_over_the_graded_ones(grader: RewardService) -> None:
-    hang = boxed("\\sum_{i=1}^{1000000000} \\frac{1}{i}")
+    hang = boxed("\\sum_{i=1}^{1000000000} \\frac{1}{i}", "x")
     mixed = await grader.score_batch([boxed("18"), hang, boxed("19")])
     assert ([item.reward for item in mixed.rewards], mixed.mean_reward, mixed.accuracy) == (
         [1.0, None, 0.0],
