@@ -183,9 +183,10 @@ class Database(SqliteStore):
             raise Damaged("its totals differ from what it stores")
         self._compare_counts()
         # Reading every record compares it with its checksum.
-        last = 0
-        while found := self.records("WHERE key > ? ORDER BY key LIMIT 10000", last):
-            last = found[-1][0]
+        following = "WHERE key > ? ORDER BY key LIMIT 10000"
+        found = self.records(following, 0)
+        while found:
+            found = self.records(following, found[-1][0])
 
     @property
     def _count_path(self) -> Path:
