@@ -15,6 +15,7 @@ from urllib.parse import unquote
 
 from common import Json
 from services.environment.messages import Message, Tools, encodable, made_tool_call
+from services.sandbox.python_source import parse_python
 
 
 class ToolCall(NamedTuple):
@@ -226,7 +227,7 @@ def _typed(text: str, parameters: Any, name: str) -> Any:
         # Templates that print Python's values write True, False, None, and lists with such quotes.
         value = _PYTHON_WORDS.get(text.strip(), text)
         if text.lstrip()[:1] in ("[", "{"):
-            with suppress(ValueError):
+            with suppress(SyntaxError, ValueError):
                 value = _literal(_parsed(text.strip()))
     if isinstance(value, str):  # text is never read as JSON text
         return text
@@ -311,22 +312,18 @@ def _read_python(text: str, schemas: Schemas) -> list[ToolCall]:
         # One call on every line.
         source = "[" + ",".join(source.splitlines()) + "]"
     for attempt in (source, source.replace("\n", "\\n")):  # templates leave line ends in strings
-        with suppress(_NoPython):
+        with suppress(SyntaxError):
             listed = _parsed(attempt)
             if isinstance(listed, ast.List):
                 return [_python_call(each) for each in listed.elts]
     raise ValueError("the tool call is not a list of Python calls")
 
 
-class _NoPython(ValueError):
-    pass
-
-
 def _parsed(source: str) -> ast.expr:
-    try:
-        return ast.parse(source, mode="eval").body
-    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        raise _NoPython(f"the text is no expression of Python: {error}") from None
+    statements = parse_python(source).body
+    if len(statements) != 1 or not isinstance(statements[0], ast.Expr):
+        raise SyntaxError("the text is no expression of Python")
+    return statements[0].value
 
 
 def _python_call(node: ast.expr) -> ToolCall:
@@ -342,7 +339,7 @@ def _literal(node: ast.expr) -> Any:
             inner.id = _JSON_WORDS[inner.id]
     try:
         # By way of its text, so that the renamed words are read as Python's.
-        value = ast.literal_eval(ast.unparse(node))
+        value = ast.literal_eval(_parsed(ast.unparse(node)))
         return _json(json.dumps(value, allow_nan=False))
     except (ValueError, TypeError, SyntaxError, RecursionError):
         raise ValueError("an argument of the tool call is not a literal") from None

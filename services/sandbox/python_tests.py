@@ -19,6 +19,7 @@ from common.errors import InvalidInput
 from services.sandbox.cases import Case, Comparison
 from services.sandbox.command import PACKAGES
 from services.sandbox.program_names import global_names
+from services.sandbox.python_source import parse_python
 
 # Names of functions that may end a test (`self.assertEqual`, `pytest.raises`, `sys.exit`).
 _CHECKS = re.compile(r"assert|raises\Z|fail|_?exit\Z|quit\Z", re.IGNORECASE)
@@ -70,8 +71,8 @@ def parse_test(text: str, where: str, entry_point: str = "") -> Case:
     """
     try:
         try:
-            tree = ast.parse(text)
-        except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+            tree = parse_python(text)
+        except SyntaxError as error:
             raise _Refused(f"the test is not valid Python: {error}", "correct the test") from None
         comparison = _parse_comparison(tree.body)
         if comparison is not None:

@@ -176,12 +176,15 @@ class WeightBoard:
             work = partial(self._write, self.source, self._files)
             self._files.written = in_daemon_thread(work, "weight-files")
         files = self._files
-        await asyncio.wait({asyncio.wrap_future(files.written)}, timeout=wait_s)
-        if not files.written.done():
+        # Several calls may wait: one that gives up does not end the writing.
+        written = asyncio.shield(asyncio.wrap_future(files.written))
+        done, _ = await asyncio.wait({written}, timeout=wait_s)
+        if not done:
+            written.cancel()
             return manifest.model_copy(update={"progress": files.pieces})
-        if files.written.exception() is not None:
+        if written.exception() is not None:
             self._files = None  # the next call tries again
-        return files.written.result()
+        return written.result()
 
     def _write(self, source: VersionSource, files: _Files) -> WeightManifest:
         log.info("writing the files of weights %d, because a node asks for them", files.version)

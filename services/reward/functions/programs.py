@@ -1,6 +1,5 @@
 """Verifies programs by their test cases."""
 
-import ast
 import os
 import re
 from collections.abc import Iterator, Sequence
@@ -19,6 +18,7 @@ from services.reward.functions.base import (
 )
 from services.sandbox.case_formats import parse_cases
 from services.sandbox.cases import Case, CaseResult
+from services.sandbox.python_source import parse_python
 from services.sandbox.sandbox import Limits, Sandbox, SandboxFault, SandboxKind
 
 # Longer programs are ignored.
@@ -242,8 +242,8 @@ def _is_python(source: str) -> bool:
     if len(source) > MAX_SOURCE_CHARS:
         return False
     try:
-        ast.parse(source)
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        parse_python(source)
+    except SyntaxError:
         return False
     return True
 

@@ -5,6 +5,7 @@ the broadcast or as files, compare checksums, and report.
 """
 
 import asyncio
+import gc
 import itertools
 import os
 import random
@@ -409,7 +410,7 @@ def test_engines_that_cannot_take_part_are_told_and_end_their_group(tmp_path: Pa
 
 
 def test_a_broadcast_that_breaks_though_every_engine_is_there_goes_as_files(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     class Broken(EngineGroup):
         def send(self, flat: Tensor) -> None:
@@ -430,6 +431,8 @@ def test_a_broadcast_that_breaks_though_every_engine_is_there_goes_as_files(
     sender._static_files.append(static)
     with pytest.raises(StorageFailed):
         asyncio.run(board.with_files(manifest, LIMIT_S))
+    gc.collect()
+    assert "never retrieved" not in caplog.text
     static.write_text("{}")
     written = asyncio.run(board.with_files(manifest, LIMIT_S))
     assert [file.name for file in written.files] == ["missing", "model.safetensors"]
