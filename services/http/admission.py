@@ -102,7 +102,7 @@ class Admission:
     """Refuses bodies over the limit with 413, and requests over the load limits with 503 and
     Retry-After; answers the requests that `Load.end` ends.
 
-    A body refused for its Content-Length is not read at all, so refusing is cheap. Without a
+    A body refused for its Content-Length is not kept at all, so refusing is cheap. Without a
     Content-Length a body is counted as it streams in. `/health` and `/metrics` are never refused.
 
     Args:

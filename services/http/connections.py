@@ -33,9 +33,11 @@ MIN_BYTES_PER_S = 1000
 MAX_HEAD_BYTES = 128 << 10
 """Limit on request line and headers, or anything else between two parts of a body. Checked as data
 arrives."""
-MAX_UNREAD_BYTES = 1 << 20
-"""Limit on what is still read of a body whose request has been answered, refused for example. A
-client that sends no more gets its answer and may use the connection again."""
+MAX_UNREAD_BYTES = 512 << 20
+"""Limit on what is still read, and dropped, of a body whose request has been answered, refused for
+example. Most clients read an answer when they have sent all of a body; if the connection is closed
+before that, they see a reset and no answer. It is twice the largest body that a service takes
+without other settings."""
 _HTTP2 = b"PRI * HTTP/2.0"
 """First bytes of a connection that speaks HTTP/2. The router tries that with every engine and then
 uses HTTP/1.1, so uvicorn need not warn of an invalid request."""
@@ -187,14 +189,14 @@ class BoundedConnection(HttpToolsProtocol):
 
     def _on_late(self) -> None:
         self._late = None
-        has_head = self._in_body and not self._is_unread
-        if has_head and (self.flow.read_paused or self._received >= MIN_BYTES_PER_S * PATIENCE_S):
+        is_steady = self.flow.read_paused or self._received >= MIN_BYTES_PER_S * PATIENCE_S
+        if self._in_body and is_steady:
             self._watch()
         elif not self.transport.is_closing():
             log.info(
                 "a connection is closed: no complete request arrived within %.0f s", PATIENCE_S
             )
-            if has_head:
+            if self._in_body and not self._is_unread:
                 reason = f"the rest of the body did not arrive within {PATIENCE_S:.0f} s"
                 self._refuse(
                     ServiceError(

@@ -28,6 +28,7 @@ from common.wire.schemas import GroupIds
 from common.wire.codec import decode_groups
 connections.PATIENCE_S, connections.READER_PATIENCE_S = 2.0, 2.0
 connections.max_connections = lambda: 300
+connections.MAX_UNREAD_BYTES = 1 << 20
 app = create_app("small-server", max_body_bytes=1 << 20)
 
 @app.post("/typed")
@@ -417,6 +418,26 @@ def test_steady_body_may_take_as_long_as_it_needs(small: Small) -> None:
             time.sleep(0.15)
         client.sendall(b"]")
         assert whole_answer(client).startswith(b"HTTP/1.1 200")
+
+
+def test_a_steady_body_may_take_as_long_after_its_answer(small: Small) -> None:
+    """The connection is usable when it has ended."""
+
+    def is_usable_afterwards() -> bool:
+        with small.connect() as client, suppress(ConnectionError):
+            client.sendall(
+                b"POST /nowhere HTTP/1.1\r\nX-Request-Id: r\r\nContent-Length: 60000\r\n\r\n"
+            )
+            assert whole_answer(client).startswith(b"HTTP/1.1 404")
+            for _ in range(20):
+                client.sendall(b" " * 3000)
+                time.sleep(0.15)
+            client.sendall(HEALTH)
+            return whole_answer(client).startswith(b"HTTP/1.1 200")
+        return False
+
+    # Where this process stands still for two seconds, its body is not steady.
+    assert any(is_usable_afterwards() for _ in range(20))
 
 
 def test_client_that_does_not_read_its_answer_is_disconnected_and_a_reader_gets_all(

@@ -103,6 +103,28 @@ async def test_refusal_does_not_wait_for_the_body(client: Client, port: int) -> 
         task.cancel()
 
 
+@pytest.mark.integration
+@pytest.mark.parametrize("is_announced", [True, False])
+async def test_a_client_that_sends_all_of_a_body_first_reads_why_it_was_refused(
+    port: int, client: Client, is_announced: bool
+) -> None:
+    """httpx reads no answer before: a connection that is closed meanwhile is an error without a
+    reason.
+    """
+
+    async def pieces() -> AsyncIterator[bytes]:
+        for _ in range(512):
+            yield b" " * (1 << 16)
+
+    content = b" " * (32 << 20) if is_announced else pieces()
+    async with httpx.AsyncClient(headers={"x-request-id": "a"}, timeout=400) as http:
+        answer = await http.post(f"http://127.0.0.1:{port}/hold", content=content)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["code"], error["field"]) == (413, "too_large", "body")
+    assert int(error["value"]) == 32 << 20 if is_announced else int(error["value"]) > 1000
+    assert "max_body_mb" in error["remedy"]
+
+
 def in_process(app: FastAPI) -> httpx.AsyncClient:
     headers = {"x-request-id": "a"}
     return httpx.AsyncClient(
