@@ -4,6 +4,7 @@ the change leaves it valid; the rest is generated anew.
 
 import json
 import shlex
+import shutil
 from pathlib import Path
 
 from rich.console import Console
@@ -82,7 +83,13 @@ def main(argv: list[str] | None = None) -> None:
     said: Json = {"parent": str(run_dir), "step": step, "changes": changes}
     answers = fork.answers
     if not arguments.prepare:
-        train_in_process(fork.config, rollout_transport=answers.before, problems=fork.problems)
+        try:
+            train_in_process(fork.config, rollout_transport=answers.before, problems=fork.problems)
+        except BaseException:
+            # Without a step of its own there is nothing to keep, and its name stays free.
+            if all(line["step"] <= step for line in read_lines(output / "metrics.jsonl")):
+                shutil.rmtree(output)
+            raise
         said["recorded"] = answers.used
         said["generated"] = [
             group["position"]

@@ -23,6 +23,7 @@ from common.settings.config import Config, from_mapping
 from common.wire.schemas import Prompt, RewardResult
 from services.data.files import read_file
 from services.data.loaders import load_split
+from services.data.rows import Cells, answer_of, refuse, row_at, stop, text_of
 from trainer.cli.commands import add_settings, argument_names, run_parser
 from trainer.cli.compare import plain_table
 from trainer.observe.group_files import CompletionText, recorded_steps
@@ -191,7 +192,7 @@ def main(argv: list[str] | None = None) -> None:
     used = golds.keys() & found.problems
     if golds and not used:
         raise ConfigError(
-            "no row is of a prompt of this run",
+            "no row is of a problem that this run asked",
             field="--gold",
             value=next(iter(golds)),
             remedy="give ids as in groups.jsonl (prompt_id), or the texts of the problems",
@@ -199,7 +200,10 @@ def main(argv: list[str] | None = None) -> None:
     console = Console(highlight=False, markup=False, soft_wrap=True)
     _print(console, found, time.monotonic() - began)
     if golds:
-        console.print(f"{len(used)} of {len(golds)} corrected answers are of recorded problems")
+        unused = next((f"; not asked: {problem:.80}" for problem in golds.keys() - used), "")
+        console.print(
+            f"{len(used)} of {len(golds)} corrected answers are of recorded problems{unused}"
+        )
     for group, grade in found.worst(arguments.show):
         _print_disagreement(console, group, grade)
     path = write_regrades(run_dir, map(_line, found.changed))
@@ -290,26 +294,35 @@ def _rows(run_dir: Path, config: Config) -> dict[str, Prompt]:
 
 
 def read_golds(path: Path, config: Config) -> dict[str, str]:
-    """Returns the corrected answers of a file by the id or the text of their problems. Raises
-    ConfigError for a row without them.
+    """Returns the corrected answers of a file by the id or the text of their problems, read as the
+    data set is. Raises ConfigError for a row without them, or with another answer than an earlier
+    row, and for a file without rows.
     """
-    keys = ["id", "prompt_id", config.data.prompt_field]
-    answers = [config.data.answer_field, "answer", "ground_truth"]
+    keys = ("id", "prompt_id", config.data.prompt_field)
+    answers = (config.data.answer_field, "answer", "ground_truth")
     found: dict[str, str] = {}
     with argument_names({"data.source": "--gold"}):
         for where, row in read_file(path):
-            known = [
-                [row[name] for name in names if row.get(name) is not None]
-                for names in (keys, answers)
-            ]
-            if not all(known):
-                raise ConfigError(
-                    f"{where}: a column is missing",
-                    field="--gold",
-                    value=", ".join(map(str, row)),
-                    remedy=f"give it one of {', '.join(keys)}, and one of {', '.join(answers)}",
-                )
-            found[str(known[0][0])] = str(known[1][0])
+            with row_at(where, "--gold"):
+                problem = text_of(row, _column(row, keys), "")
+                answer = answer_of(row, _column(row, answers), "")
+                if found.setdefault(problem, answer) != answer:
+                    before = f"{problem!r:.80} has the answer {found[problem]!r:.80} before"
+                    refuse(f"{before}, and {answer!r:.80} here", "remove one of the two rows")
+        if not found:
+            stop(f"{path.name} has no rows", path, "give each corrected answer a row")
+    return found
+
+
+def _column(row: Cells, names: Sequence[str]) -> str:
+    """Returns the first of the columns that has something in this row."""
+    found = next((name for name in names if row.get(name) not in (None, "")), None)
+    if found is None:
+        refuse(
+            f"none of the columns {', '.join(dict.fromkeys(names))} has something in it; there are "
+            f"{', '.join(map(str, row))}",
+            "give the row an id or a problem, and an answer, or remove it",
+        )
     return found
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from common.errors import ConfigError
+from common.errors import ConfigError, ServiceError
 from common.process.imports import import_callable
 from tests.support.paths import SHARED_DATA
 from tests.support.runs.audits import audited
@@ -220,11 +220,45 @@ def test_problems_that_are_left_out_are_not_asked_again(
     assert kept.issuperset(asked[2] + asked[3])
 
 
-def test_data_that_is_built_in_has_no_rows_to_leave_out(parent: Path, tmp_path: Path) -> None:
-    words = ["--step", "2", "--set", "data.map=json:loads", "--output", str(tmp_path / "fork")]
+@pytest.mark.parametrize(
+    "change",
+    [
+        'reward.functions=["nowhere:paid"]',
+        'reward.functions=["json:nothing"]',
+        "data.map=json:loads",
+        "data.source=nowhere.jsonl",
+        "environment.name=python:nowhere:Tool",
+        "replay.priority=nowhere:first",
+        "replay.priority=json:nothing",
+        "model.chat_template={{ messages",
+        "trainer.max_steps=2",
+        "sampling.group_size=1",
+        "optimizer.learning_rat=1",
+    ],
+)
+def test_what_is_refused_is_refused_before_anything_is_written(
+    change: str, parent: Path, tmp_path: Path
+) -> None:
+    fork = tmp_path / "fork"
     with pytest.raises(ConfigError) as caught:
-        main([str(parent), *words])
-    assert "data.map" in str(caught.value)
+        main([str(parent), "--step", "3", "--set", change, "--output", str(fork)])
+    assert change.partition("=")[0] in str(caught.value)
+    assert caught.value.remedy
+    assert not fork.exists()
+
+
+def test_a_fork_that_fails_before_its_first_step_leaves_its_name_free(
+    parent: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing tells before the first answers that this reward fails."""
+    (tmp_path / "failing.py").write_text("def paid(completions, **_):\n    raise OSError('gone')\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))  # of the workers
+    monkeypatch.syspath_prepend(tmp_path)
+    fork = tmp_path / "fork"
+    words = ["--set", 'reward.functions=["failing:paid"]', "--set", "limits.max_failed_groups=1"]
+    with pytest.raises(ServiceError, match="gone"):
+        main([str(parent), "--step", "2", *words, "--output", str(fork)])
+    assert not fork.exists()
 
 
 def test_a_directory_that_exists_is_refused(parent: Path, tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import pytest
 from fastapi.testclient import TestClient
 
 from common.errors import ConfigError
+from common.settings.config import Config
 from tests.support.paths import ROOT
 from tests.support.runs.audits import audited
 from tests.support.runs.in_process import metrics, quiet
@@ -22,7 +23,7 @@ from trainer.dashboard.run_list import RunList
 from trainer.observe.group_files import read_group
 from trainer.observe.regrades import read_regrades
 from trainer.start.in_process import train_in_process
-from trainer.what_if.regrade import main
+from trainer.what_if.regrade import main, read_golds
 
 OWN = """
 def long(completions, **_):
@@ -108,10 +109,59 @@ def test_a_corrected_answer_turns_verdicts_and_the_dashboard_finds_them(
     answers = client.get("/dashboard/api/groups/group-2").json()["completions"]
     assert [answer["regraded"]["correct"] for answer in answers] == [False, False, True, False]
 
+    gold.write_text(gold.read_text() + json.dumps({"id": "unknown", "answer": "6"}) + "\n")
+    main([str(run), "--gold", str(gold)])
+    assert "1 of 2 corrected answers are of recorded problems; not asked: unknown" in (
+        capsys.readouterr().out
+    )
     gold.write_text(json.dumps({"id": "unknown", "answer": "6"}) + "\n")
     with pytest.raises(ConfigError) as caught:
         main([str(run), "--gold", str(gold)])
     assert (caught.value.field, caught.value.value) == ("--gold", "unknown")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "wanted"),
+    [
+        (
+            "g.jsonl",
+            '{"id": 7, "answer": 1018.0}\n{"id": "8", "answer": "9"}',
+            {"7": "1018", "8": "9"},
+        ),
+        ("g.jsonl", '{"prompt_id": "p", "ground_truth": "so\\n#### 1,018"}', {"p": "1018"}),
+        ("g.json", '[{"id": "p", "answer": ["9"]}, {"id": "p", "answer": 9}]', {"p": "9"}),
+        ("g.csv", '\ufeffid,note,answer\r\np,"a, b",9\r\n', {"p": "9"}),
+        ("g.csv", 'id,question,answer\n,"How, now?",9\n', {"How, now?": "9"}),
+    ],
+)
+def test_corrected_answers_are_read_as_data_sets_are(
+    name: str, content: str, wanted: dict[str, str], tmp_path: Path
+) -> None:
+    file = tmp_path / name
+    file.write_text(content, newline="")
+    assert read_golds(file, Config()) == wanted
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("g.jsonl", '{"id": "p", "answer": 9}\n{"id": "p", "answer": 8}', "line 2: 'p' has"),
+        ("g.jsonl", "", "has no rows"),
+        ("g.csv", "id,answer\n", "has no rows"),
+        ("g.csv", "id,answer\np,\n", "line 2: none of the columns answer, ground_truth"),
+        ("g.jsonl", '{"id": null, "answer": "9"}', "none of the columns id, prompt_id, question"),
+        ("g.jsonl", '{"id": "p", "answer": {"a": 9}}', "not a text or a number"),
+    ],
+)
+def test_corrected_answers_that_say_nothing_are_refused(
+    name: str, content: str, said: str, tmp_path: Path
+) -> None:
+    file = tmp_path / name
+    file.write_text(content)
+    with pytest.raises(ConfigError) as caught:
+        read_golds(file, Config())
+    assert said in caught.value.message
+    assert caught.value.field == "--gold"
 
 
 @pytest.mark.integration
@@ -177,7 +227,7 @@ def test_a_mistake_is_named(
 def test_no_torch_is_imported(tmp_path: Path) -> None:
     run = written(tmp_path / "run")
     code = (
-        "import sys; from trainer.what_if.regrade import main; "
+        "import sys; from trainer.what_if.regrade import main, read_golds; "
         f"main([{str(run)!r}]); assert 'torch' not in sys.modules"
     )
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
