@@ -38,6 +38,8 @@ MAX_UNREAD_BYTES = 512 << 20
 example. Most clients read an answer when they have sent all of a body; if the connection is closed
 before that, they see a reset and no answer. It is twice the largest body that a service takes
 without other settings."""
+_MIN_UNREAD_BYTES_PER_S = 100 * MIN_BYTES_PER_S
+"""Minimum rate of such a body: it may come from a stranger."""
 _HTTP2 = b"PRI * HTTP/2.0"
 """First bytes of a connection that speaks HTTP/2. The router tries that with every engine and then
 uses HTTP/1.1, so uvicorn need not warn of an invalid request."""
@@ -189,7 +191,8 @@ class BoundedConnection(HttpToolsProtocol):
 
     def _on_late(self) -> None:
         self._late = None
-        is_steady = self.flow.read_paused or self._received >= MIN_BYTES_PER_S * PATIENCE_S
+        rate = _MIN_UNREAD_BYTES_PER_S if self._is_unread else MIN_BYTES_PER_S
+        is_steady = self.flow.read_paused or self._received >= rate * PATIENCE_S
         if self._in_body and is_steady:
             self._watch()
         elif not self.transport.is_closing():

@@ -426,11 +426,11 @@ def test_a_steady_body_may_take_as_long_after_its_answer(small: Small) -> None:
     def is_usable_afterwards() -> bool:
         with small.connect() as client, suppress(ConnectionError):
             client.sendall(
-                b"POST /nowhere HTTP/1.1\r\nX-Request-Id: r\r\nContent-Length: 60000\r\n\r\n"
+                b"POST /nowhere HTTP/1.1\r\nX-Request-Id: r\r\nContent-Length: 600000\r\n\r\n"
             )
             assert whole_answer(client).startswith(b"HTTP/1.1 404")
             for _ in range(20):
-                client.sendall(b" " * 3000)
+                client.sendall(b" " * 30_000)
                 time.sleep(0.15)
             client.sendall(HEALTH)
             return whole_answer(client).startswith(b"HTTP/1.1 200")
@@ -438,6 +438,21 @@ def test_a_steady_body_may_take_as_long_after_its_answer(small: Small) -> None:
 
     # Where this process stands still for two seconds, its body is not steady.
     assert any(is_usable_afterwards() for _ in range(20))
+
+
+def test_a_stranger_cannot_hold_a_connection_with_a_slow_body_after_its_answer(
+    small: Small,
+) -> None:
+    with small.connect() as client:
+        client.sendall(
+            b"POST /nowhere HTTP/1.1\r\nX-Request-Id: r\r\nContent-Length: 600000\r\n\r\n"
+        )
+        assert whole_answer(client).startswith(b"HTTP/1.1 404")
+        with suppress(ConnectionError):
+            for _ in range(2000):
+                client.sendall(b" " * 300)
+                time.sleep(0.15)
+            pytest.fail("all of it was read")
 
 
 def test_client_that_does_not_read_its_answer_is_disconnected_and_a_reader_gets_all(
