@@ -9,10 +9,10 @@ import pytest
 
 from common.clients.base import Client, Unreachable
 
-LIMIT_S = 1.0
+LIMIT_S = 4.0
 PIECE = b"x" * (24 << 10)
-SLICES = 25
-"""Pieces of a body, 0.2 s apart: five times the limit."""
+SLICES = 50
+"""Pieces of a body, 0.2 s apart: more than twice the limit."""
 
 
 @asynccontextmanager

@@ -98,7 +98,7 @@ def test_readers_end_with_a_process_that_is_killed() -> None:
         assert process.stdout is not None
         reader = int(process.stdout.readline())
         process.kill()
-    limit = time.monotonic() + 30
+    limit = time.monotonic() + 400
     while pathlib.Path(f"/proc/{reader}/stat").exists() and time.monotonic() < limit:
         with pathlib.Path(f"/proc/{reader}/stat").open() as file:
             if ") Z " in file.read():

@@ -69,7 +69,7 @@ def server(state: Path, port: int, *arguments: str) -> Iterator[subprocess.Popen
 
 
 def client_of(port: int) -> DataClient:
-    return DataClient("data-server", f"http://127.0.0.1:{port}", deadline_s=60)
+    return DataClient("data-server", f"http://127.0.0.1:{port}", deadline_s=400)
 
 
 def test_trap_failed_data_set_stops_the_start(tmp_path: Path) -> None:

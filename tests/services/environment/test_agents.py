@@ -26,6 +26,7 @@ from services.environment.runtimes.runtime import Container, Spec
 from services.http.app import create_app, listen, serving
 from tests.support.environments.environments import Served, request_for, served
 from tests.support.paths import ROOT
+from tests.support.processes.clocks import leap
 from tests.support.processes.processes import alive
 
 PROGRAM = (
@@ -35,8 +36,9 @@ NAME = f"agent:{PROGRAM}"
 pytestmark = pytest.mark.integration
 
 
-async def play(server: Served, mode: str, **limits: Any) -> Episode:
+async def play(server: Served, mode: str, columns: Any = None, **limits: Any) -> Episode:
     request = request_for(server.service.runner.name, mode, **limits)
+    request.task.columns = columns or {}
     request.request_id = f"r{len(server.service._requests)}"
     (episode,) = await server.client.episodes(request)
     return episode
@@ -76,7 +78,7 @@ async def test_the_start_of_a_container_is_not_its_episodes_time(
         start = runner._runtime.start
 
         async def start_late(spec: Spec, home: Path) -> Container:
-            await asyncio.sleep(1.0)
+            leap(100)
             container: Container = await start(spec, home)
             return container
 
@@ -85,7 +87,7 @@ async def test_the_start_of_a_container_is_not_its_episodes_time(
 
         monkeypatch.setattr(runner._runtime, "start", start_late)
         monkeypatch.setattr(runner, "_reward_of", reward)
-        episode = await play(server, "number", deadline_s=0.5)
+        episode = await play(server, "number", deadline_s=60)
     assert episode.status != "timeout"
 
 
@@ -132,10 +134,14 @@ async def test_a_program_that_fails_has_a_reason_and_no_reward() -> None:
         assert "the engines did not answer" in episode.detail
 
 
-async def test_a_fault_of_the_engines_is_no_reward_even_if_the_program_makes_one_of_it() -> None:
+async def test_a_fault_of_the_engines_is_no_reward_even_if_the_program_makes_one_of_it(
+    tmp_path: Path,
+) -> None:
+    columns = {"begun": str(tmp_path / "begun"), "left": str(tmp_path / "left")}
     release = threading.Event()
 
     def stuck() -> None:
+        Path(columns["begun"]).touch()
         release.wait(60)
 
     async with served(NAME, lambda _: "3") as server:
@@ -145,19 +151,27 @@ async def test_a_fault_of_the_engines_is_no_reward_even_if_the_program_makes_one
         assert (episode.status, episode.reward, episode.sequences) == ("died", None, [])
         assert "the engines did not answer a call: " in episode.detail
         server.engine.waits = stuck
-        episode = await play(server, "gives up")
+        episode = await play(server, "gives up", columns)
         release.set()
         assert (episode.status, episode.reward) == ("died", None)
         assert "a call had no answer" in episode.detail
 
 
-async def test_a_client_that_left_before_its_answer_has_none_even_if_the_server_was_busy() -> None:
+async def test_a_client_that_left_before_its_answer_has_none_even_if_the_server_was_busy(
+    tmp_path: Path,
+) -> None:
+    begun = tmp_path / "begun"
+    left = tmp_path / "left"
+
     def busy(_: str) -> str:
-        time.sleep(1.5)  # blocks the server: the client leaves, and the answer comes, at once
+        begun.touch()
+        while not left.exists():  # blocks the server, which does not see the client leave
+            time.sleep(0.01)
         return "3"
 
     async with served(NAME, busy) as server:
-        episode = await play(server, "gives up")
+        columns = {"begun": str(begun), "left": str(left)}
+        episode = await play(server, "gives up", columns)
         assert (episode.status, episode.reward, episode.sequences) == ("died", None, [])
         assert "a call had no answer" in episode.detail
 

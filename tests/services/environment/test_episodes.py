@@ -5,7 +5,6 @@ import asyncio
 import functools
 import json
 import math
-import time
 from typing import Any
 
 import pytest
@@ -20,6 +19,7 @@ from services.environment.environments import Environment
 from services.environment.runners import load_runner
 from tests.support.environments.environments import Calculator, Faulty, Guess, request_for, served
 from tests.support.models.trap_models import letters
+from tests.support.processes.clocks import leap
 
 NAMES = {kind: f"python:{kind.__module__}:{kind.__name__}" for kind in (Calculator, Guess, Faulty)}
 
@@ -191,8 +191,9 @@ async def test_a_tool_that_hangs_is_a_timeout_without_a_reward() -> None:
 
 async def test_the_time_of_busy_engines_is_not_that_of_an_episode() -> None:
     async with served(Calculator, calculates) as server:
-        server.engine.waits = lambda: time.sleep(0.5)
-        (episode,) = await server.client.episodes(request_for(NAMES[Calculator], deadline_s=0.4))
+        loop = asyncio.get_running_loop()
+        server.engine.waits = lambda: leap(100, loop)
+        (episode,) = await server.client.episodes(request_for(NAMES[Calculator], deadline_s=60))
         assert (episode.status, episode.reward) == ("ok", 1.0)
 
 

@@ -17,6 +17,7 @@ from services.environment.clock import EpisodeClock
 from services.environment.outcome import EnvironmentLost
 from services.environment.threads import Threads
 from tests.support.environments.environments import request_for, served
+from tests.support.processes.clocks import leap
 
 CALL = '<tool_call>\n{"name": "NAME", "arguments": {}}\n</tool_call>'
 
@@ -236,12 +237,14 @@ async def test_waiting_for_a_place_is_no_time_of_the_tool_or_the_episode() -> No
     clock = EpisodeClock()
 
     async def play() -> str:
-        async with clock.limit(0.1):
-            answer: str = await threads.run(lambda: "short", "short", timeout_s=0.05, clock=clock)
+        async with clock.limit(400):
+            answer: str = await threads.run(lambda: "short", "short", timeout_s=400, clock=clock)
             return answer
 
     second = asyncio.create_task(play())
-    await asyncio.sleep(0.2)
+    while not clock._stops:  # noqa: ASYNC110
+        await asyncio.sleep(0)
+    leap(1000)
     release.set()
     await first
     assert await second == "short"

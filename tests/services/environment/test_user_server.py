@@ -68,14 +68,15 @@ async def test_a_killed_server_is_started_again_and_plays_its_episodes(tmp_path:
 async def test_a_server_that_hangs_before_it_is_ready_is_started_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(user_server, "_START_DEADLINES", 1)
-    mark = tmp_path / "started"
-    script = f"test -e {mark} || {{ touch {mark}; exec sleep 1000; }}; exec {SERVER} $0"
+    monkeypatch.setattr(user_server, "_START_DEADLINES", 0)
+    mark = tmp_path / "works"
+    script = f"test -e {mark} || exec sleep 1000; exec {SERVER} $0"
     server = UserServer("test", f"sh -c '{script}' {{port}}")
     with pytest.raises(EnvironmentLost, match="was not ready within 1 s"):
         async with server.ready(1):
             pass
-    async with server.ready(60) as url, httpx.AsyncClient() as http:
+    mark.touch()
+    async with server.ready(400) as url, httpx.AsyncClient() as http:
         assert (await http.get(f"{url}/health")).is_success
     await server.close()
 
@@ -85,11 +86,16 @@ async def test_a_hung_server_costs_a_time_out_and_is_replaced(
 ) -> None:
     monkeypatch.setattr(user_server, "_HUNG_S", 0.3)
     async with served(NAME, lambda _: "3") as server:
+        # The next episodes find a server that has started.
+        (first,) = await server.client.episodes(request_for(NAME))
+        assert first.status == "ok"
         request = request_for(NAME, "stops", deadline_s=3)
+        request.request_id = "hung"
         request.task.columns = {"folder": str(tmp_path)}
         (hung,) = await server.client.episodes(request)
         assert (hung.status, hung.reward) == ("timeout", None)
         request.request_id = "again"
+        request.limits.deadline_s = 400
         (episode,) = await server.client.episodes(request)
         assert episode.status == "ok"
         assert len(names_in(tmp_path)) == 2

@@ -72,7 +72,7 @@ def start(port: int, tmp_path: Path) -> Iterator[Start]:
 
 
 def client_of(port: int) -> ReplayClient:
-    return ReplayClient("replay-buffer", f"http://127.0.0.1:{port}", deadline_s=60)
+    return ReplayClient("replay-buffer", f"http://127.0.0.1:{port}", deadline_s=400)
 
 
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])

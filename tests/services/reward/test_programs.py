@@ -440,11 +440,14 @@ def test_partial_credit_and_all_or_nothing(code: CodeRewardFunction) -> None:
 @pytest.mark.integration
 def test_the_time_of_all_cases_is_bounded_too() -> None:
     code = code_function(timeout_s=0.2, partial_credit=True)
-    results = code.results("while True: pass", [{"input": "", "output": ""}] * 20)
-    assert [result.status for result in results[:5]] == [
-        "timeout"
-    ] * 5  # five times the limit of one case
-    assert [result.status for result in results[6:]] == ["skipped"] * 14
+    # One that computed could get too little of a busy machine to be judged.
+    waits = "import time\ntime.sleep(1000)"
+    results = code.results(waits, [{"input": "", "output": ""}] * 20)
+    ran = [result for result in results if result.status != "skipped"]
+    assert {result.status for result in ran} == {"timeout"}
+    # Five times the limit of one case; on a busy machine, a case may be ended later than at its limit.
+    assert sum(result.seconds for result in ran) > 0.9
+    assert len(ran) <= 6
 
 
 @pytest.mark.parametrize(

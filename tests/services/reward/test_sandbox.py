@@ -209,15 +209,18 @@ def test_every_slot_has_a_user_of_its_own() -> None:
     """The kernel does not apply the process limit to root."""
     code = code_function(timeout_s=20, slots=3)
     chats = [[{"role": "assistant", "content": "```\nimport time\ntime.sleep(1.5)\n```"}]] * 3
+    users: set[int] = set()
     with ThreadPoolExecutor(1) as pool:
-        running = pool.submit(code, chats, test_cases=[[{"input": "", "output": ""}]] * 3)
-        users: set[int] = set()
-        while not running.done():
-            for process in sandboxes():
-                with contextlib.suppress(psutil.Error):
-                    users.add(process.uids().real)
-            time.sleep(0.02)
-        assert running.result() == [1.0] * 3
+        for _ in range(5):  # on a busy machine, a program may end before anybody looks
+            running = pool.submit(code, chats, test_cases=[[{"input": "", "output": ""}]] * 3)
+            while not running.done():
+                for process in sandboxes():
+                    with contextlib.suppress(psutil.Error):
+                        users.add(process.uids().real)
+                time.sleep(0.02)
+            assert running.result() == [1.0] * 3
+            if len(users - {0}) >= 3:
+                break
     assert len(users - {0}) == 3
 
 

@@ -82,6 +82,7 @@ class Rig:
         if self.refuse_up:
             raise ServiceError("serves something else")
         self.ups += 1
+        self.flag.with_name("up").touch()
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator["asyncio.Task[None]"]:
@@ -165,7 +166,11 @@ async def test_child_that_crashes_soon_after_every_start_ends_it_with_its_last_w
     tmp_path: Path,
 ) -> None:
     """Each time it was healthy: an engine that dies of its first request."""
-    crash = "import sys, time, pathlib; pathlib.Path(sys.argv[1]).touch(); time.sleep(0.5); sys.exit('error: no memory')"
+    crash = (
+        "import sys, time, pathlib; flag = pathlib.Path(sys.argv[1]); flag.touch()\n"
+        "while not flag.with_name('up').exists(): time.sleep(0.01)\n"
+        "flag.with_name('up').unlink(); sys.exit('error: no memory')"
+    )
     rig = Rig(tmp_path, crash)
     with pytest.raises(
         ChildFailed, match=r"(?s)child crashed 5 times in a row.*status 1.*error: no memory"

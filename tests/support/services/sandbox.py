@@ -31,7 +31,7 @@ def sandboxes() -> list[psutil.Process]:
 def run(code: CodeRewardFunction, source: str, expected: str = "contained\n") -> CaseResult:
     start = time.monotonic()
     [result] = code.results(source, [{"input": "", "output": expected}])
-    assert time.monotonic() - start < 30, "it is bounded even on a busy machine"
+    assert time.monotonic() - start < 300, "it is bounded even on a busy machine"
     assert code.results("print(6 * 7)", [{"input": "", "output": "42"}])[0].status == "passed", (
         "the slots work on"
     )

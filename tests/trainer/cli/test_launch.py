@@ -83,8 +83,12 @@ def test_a_taken_port_of_torchrun_is_one_line_with_the_remedy() -> None:
     ("script", "status", "last"),
     [
         (
-            "import os, time; from common.process.cli import fail; from common.errors import ConfigError\n"
-            "if os.environ['RANK'] == '0': fail(ConfigError('the reason'))\n"
+            "import os, time; from pathlib import Path; from common.process.cli import fail\n"
+            "from common.errors import ConfigError; from tests.support.processes.processes import alive\n"
+            "first = Path(__file__).with_name('first')\n"
+            "if os.environ['RANK'] == '0':\n"
+            "    first.write_text(str(os.getpid())); fail(ConfigError('the reason'))\n"
+            "while not first.exists() or not first.read_text() or alive(int(first.read_text())): time.sleep(0.01)\n"
             "time.sleep(1); print('the other one', file=os.sys.stderr); os._exit(75)",
             2,
             "rank 0: error: the reason",

@@ -88,8 +88,11 @@ async def test_samplers_take_turns_whatever_each_has_sent(
     engine = EchoEngine()
     goes_on = asyncio.Event()
     answer = engine.answer
+    begun = 0
 
     async def slow_answer(request: httpx.Request) -> httpx.Response:
+        nonlocal begun
+        begun += request.url.path == "/generate"
         await goes_on.wait()
         return await answer(request)
 
@@ -114,7 +117,8 @@ async def test_samplers_take_turns_whatever_each_has_sent(
                 sampling_params={"max_tokens": 4},
             )
             ids.append(made["request_id"])
-        await asyncio.sleep(0.05)
+        while begun < 2:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
         goes_on.set()
         for each in ids:
             await client.result(each)

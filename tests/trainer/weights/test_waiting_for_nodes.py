@@ -57,6 +57,16 @@ class Growing:
         return self.number
 
 
+def fall_silent(nodes: Nodes, seconds: Callable[[], float], patch: pytest.MonkeyPatch) -> None:
+    """Ends the reports of node 1; its last one is then so old, and that of node 0 always new."""
+
+    def silence_s(worker: board._Worker) -> float:
+        return seconds() if worker.report.name == "rollout-server-1" else 0.0
+
+    patch.setattr(board._Worker, "silence_s", property(silence_s))
+    nodes.silent = {1}
+
+
 @pytest.fixture
 def nodes(tmp_path: Path) -> Iterator[Nodes]:
     nodes = Nodes(tmp_path)
@@ -160,10 +170,9 @@ def test_a_node_whose_agent_is_silent_is_not_called_ready(
     nodes: Nodes, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Its last report says that it serves the weights before; it has said nothing since."""
-    monkeypatch.setattr(board, "_QUIET_S", 0.2)
-    monkeypatch.setattr(board, "_SILENT_S", 3.0)
     nodes.versions[0] = 3
-    nodes.silent = {1}
+    # It is quiet, until the trainer waits for nothing but its silence.
+    fall_silent(nodes, lambda: 40.0 if "continues without" in caplog.text else 20.0, monkeypatch)
     (fenced,) = waiting(nodes).result(60)
     assert fenced.name == "rollout-server-1"
     assert re.search(r"rollout-server-1 \(no report for \d+ s, its agent may hang", caplog.text)
@@ -172,9 +181,8 @@ def test_a_node_whose_agent_is_silent_is_not_called_ready(
 def test_that_a_node_gets_no_requests_for_its_silence_is_said_once(
     nodes: Nodes, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(board, "_SILENT_S", 0.3)
     nodes.versions[0] = 3
-    nodes.silent = {1}
+    fall_silent(nodes, lambda: 40.0, monkeypatch)
     (fenced,) = waiting(nodes).result(60)
     assert fenced.name == "rollout-server-1"
     assert waiting(nodes).result(60) == []
