@@ -12,6 +12,7 @@ import httpx
 from common.clients.base import Client, Unreachable
 from common.clients.network import Reply
 from common.errors import NotFound, ServiceError
+from common.process.futures import forgettable
 from common.wire import codec
 from common.wire.schemas import Episode, EpisodeRequest, Episodes
 
@@ -84,9 +85,8 @@ class EnvironmentClient(Client):
                 self._nodes,
                 key=lambda each: (each.lost, name not in each.calls.values(), len(each.calls)),
             )
-            call = asyncio.create_task(
-                _post(node.client, body, 3 * request.limits.deadline_s + _SLACK_S)
-            )
+            posted = _post(node.client, body, 3 * request.limits.deadline_s + _SLACK_S)
+            call = forgettable(asyncio.create_task(posted))
             node.calls[call] = name
             node.moved.discard(name)
             self._start_watch()

@@ -23,6 +23,7 @@ from contextlib import contextmanager
 from typing import TypeVar
 
 from common.errors import ServiceError
+from common.process.futures import forgettable
 from common.process.work_meter import WorkMeter
 
 _T = TypeVar("_T")
@@ -162,7 +163,7 @@ async def bounded(work: Awaitable[_T], waits: Progress, number: Callable[[], flo
     """Returns or raises what `work` does. Cancels it and raises Stuck when `number` does not grow
     any more.
     """
-    task = asyncio.ensure_future(work)
+    task = forgettable(asyncio.ensure_future(work))
     try:
         while True:
             done, _ = await asyncio.wait({task}, timeout=waits.pause_s)

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from common.errors import ServiceError
 from common.process.daemon_threads import in_daemon_thread
+from common.process.futures import forgettable
 from common.wire.schemas import MAX_TENSORS, AtMost, Bucket, Shapes
 from learning.weight_group import digest, join, size_of, views
 from services.engine.engine import Engine
@@ -209,16 +210,13 @@ async def _until_left(left: asyncio.Event, work: Callable[[], _T]) -> _T:
     """Returns the result of `work`, run in a thread. When the group is left, abandons the thread
     and raises RequestRefused.
     """
-    result = in_daemon_thread(work, "weights")
-    done = asyncio.wrap_future(result)
+    done = forgettable(asyncio.wrap_future(in_daemon_thread(work, "weights")))
     gone = asyncio.create_task(left.wait())
     either: set[asyncio.Future[Any]] = {done, gone}
     await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
     gone.cancel()
     if done.done():
         return done.result()
-    # Nobody waits for its error any more: asyncio must not log it as one that was never retrieved.
-    result.add_done_callback(lambda future: future.exception())
     raise RequestRefused(
         "the group was destroyed meanwhile", field="group_name", remedy=_JOIN_AGAIN
     )

@@ -11,6 +11,7 @@ from fastapi import FastAPI, Request, Response
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from common.errors import InvalidInput, NotReady, ServiceError
+from common.process.futures import forgettable
 from services.engine.engine import Engine
 from services.engine.jobs import GenerationJob
 from services.engine.protocol import BadRequest, GenerateBody, bad_request, score_answer
@@ -72,9 +73,8 @@ async def finish(request: Request, engine: Engine, jobs: list[GenerationJob]) ->
     Raises the error of a failed job, Overloaded when the queue is full, or ClientGone.
     """
     engine.submit(jobs)
-    done = asyncio.gather(*(asyncio.wrap_future(job.done) for job in jobs))
-    # Retrieve the exception: asyncio would log it as an error for every client that disconnected.
-    done.add_done_callback(lambda future: future.cancelled() or future.exception())
+    # A client that disconnects does not ask for its error.
+    done = forgettable(asyncio.gather(*(asyncio.wrap_future(job.done) for job in jobs)))
     try:
         await cancel_on_disconnect(request, asyncio.shield(done))  # aborted jobs end by themselves
     finally:

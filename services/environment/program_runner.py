@@ -23,6 +23,7 @@ import orjson
 from common import Json
 from common.errors import ConfigError
 from common.process.exits import SIGNALLED, how_ended
+from common.process.futures import forgettable
 from common.process.security import trusted
 from common.settings.sections import RuntimeSection
 from common.wire.schemas import EpisodeLimits, EpisodeTask
@@ -214,7 +215,7 @@ class ProgramRunner(EpisodeRunner):
         """Posts the task; returns the reward in the response, or None. The session is closed
         then.
         """
-        post = asyncio.create_task(_post(url, content))
+        post = forgettable(asyncio.create_task(_post(url, content)))
         try:
             await _until_graded(post, session)
             if not post.done():

@@ -18,6 +18,7 @@ from typing import Self
 
 from common import Json
 from common.errors import ServiceLost
+from common.process.futures import forgettable
 from common.process.progress import Progress, Stuck, bounded
 from common.process.security import TOKEN
 from common.process.work_meter import WorkMeter
@@ -272,7 +273,7 @@ class WorkerPool:
         meter = Meter(worker.pid)
         is_over = False
         wait_s = self.timeout_s
-        exchange = asyncio.create_task(worker.exchange(message))
+        exchange = forgettable(asyncio.create_task(worker.exchange(message)))
         try:
             while True:
                 await asyncio.wait({exchange}, timeout=wait_s)

@@ -17,6 +17,7 @@ from common.clients.base import Unreachable
 from common.clients.unreachable import problem_of
 from common.errors import ServiceError
 from common.process import logs
+from common.process.futures import forgettable
 from common.process.metrics import Metrics
 from common.process.progress import Progress, bounded
 from common.settings.config import Config
@@ -381,7 +382,8 @@ class WeightFollower:
                 first = work
             return work - first + self._receiver.received
 
-        self._loading = asyncio.create_task(bounded(work, waits, progress))
+        # An engine that has ended meanwhile makes its error one that nobody asks for.
+        self._loading = forgettable(asyncio.create_task(bounded(work, waits, progress)))
         try:
             await asyncio.wait({self._loading})
             if self._loading.cancelled() or not self._is_still_up(start):
