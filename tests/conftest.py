@@ -66,6 +66,15 @@ def _same_logs() -> Iterator[None]:
             root.removeHandler(handler)
 
 
+@pytest.fixture
+def caplog(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
+    """The log of this test alone: what earlier ones left behind is collected before it begins, since
+    asyncio logs their lost errors when that happens.
+    """
+    gc.collect()
+    return caplog
+
+
 @contextmanager
 def _of_the_session() -> Iterator[None]:
     """Inside this context, a process is not the doing of the test that runs."""
