@@ -55,7 +55,14 @@ def make_groups(rng: np.random.Generator) -> list[Group]:
             for _ in range(8)
         ]
         groups.append(
-            Group(f"g-{i}", "p", "a prompt", "42", np.arange(64, dtype=np.int32), completions)
+            Group(
+                id=f"g-{i}",
+                prompt_id="p",
+                prompt="a prompt",
+                ground_truth="42",
+                prompt_token_ids=np.arange(64, dtype=np.int32),
+                completions=completions,
+            )
         )
     return groups
 

@@ -35,13 +35,28 @@ def at_size(path: Path, groups: int, rounds: int = 30) -> list[str]:
 
     def completions(version: int) -> list[Completion]:
         return [
-            Completion(ids, -ids.astype(np.float32), "a", "stop", [(version, 0, 4)], reward=i / 8)
+            Completion(
+                token_ids=ids,
+                logprobs=-ids.astype(np.float32),
+                text="a",
+                finish_reason="stop",
+                weight_versions=[(version, 0, 4)],
+                reward=i / 8,
+            )
             for i in range(8)
         ]
 
     def made(first: int, count: int) -> list[Group]:
         return [
-            Group(f"g-{i}", "p", "a prompt", "42", ids, completions(i // PER_VERSION), position=i)
+            Group(
+                id=f"g-{i}",
+                prompt_id="p",
+                prompt="a prompt",
+                ground_truth="42",
+                prompt_token_ids=ids,
+                completions=completions(i // PER_VERSION),
+                position=i,
+            )
             for i in range(first, first + count)
         ]
 

@@ -371,7 +371,7 @@ class Client:
         patience: _Patience,
         arguments: dict[str, Any],
     ) -> Reply:
-        """Sends a request once, with `content` or `json`, `params` and `headers`.
+        """Sends a request once, with `content` or `json`, `params` and `headers`; a text is JSON.
 
         Raises RuntimeError when this client is closed.
         """
@@ -387,9 +387,12 @@ class Client:
             headers[STORE_HEADER] = str(self._store_mark)
         content = arguments.get("content", b"")
         if "json" in arguments:
-            content = _json(arguments["json"])
-            headers["content-type"] = "application/json"
+            # Refuses numbers that are not finite.
+            content = json.dumps(
+                arguments["json"], ensure_ascii=False, separators=(",", ":"), allow_nan=False
+            )
         if isinstance(content, str):
+            headers["content-type"] = "application/json"
             content = content.encode()
         if content:
             headers["content-length"] = str(len(content))  # it may be sent in pieces
@@ -526,12 +529,6 @@ def _begin(
     would pay for a task of their own.
     """
     watching.append(asyncio.create_task(watch()))
-
-
-def _json(content: Any) -> bytes:
-    """Returns JSON. Raises ValueError for numbers that are not finite."""
-    text = json.dumps(content, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
-    return text.encode()
 
 
 def _detail(response: Reply) -> dict[str, Any]:

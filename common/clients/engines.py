@@ -107,7 +107,11 @@ class Engines:
                 found = await asyncio.gather(*(ask_load(self._http, url) for url in urls))
                 self._loads = dict(zip(urls, found, strict=True))
                 self._looked_at = loop.time()
-                self._note_progress()
+                for url, loads in self._loads.items():
+                    if loads:
+                        marks = [load.mark for load in loads]
+                        self.progress += self._marks.get(url, marks) != marks
+                        self._marks[url] = marks
         return None if None in self._loads.values() else self._known()
 
     async def room(self) -> float:
@@ -120,13 +124,6 @@ class Engines:
 
     def _known(self) -> list[EngineLoad]:
         return [load for loads in self._loads.values() for load in loads or []]
-
-    def _note_progress(self) -> None:
-        for url, loads in self._loads.items():
-            if loads:
-                marks = [load.mark for load in loads]
-                self.progress += self._marks.get(url, marks) != marks
-                self._marks[url] = marks
 
     async def _listed(self) -> list[str]:
         """Returns the healthy engines of the router; for a server that is none, its own address."""

@@ -5,7 +5,8 @@ With hundreds of requests in flight, httpx's own pool takes more CPU than the se
 """
 
 import json
-from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, Coroutine, Mapping
+from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -80,17 +81,13 @@ def refuse_compressed(headers: Mapping[str, str]) -> None:
         )
 
 
-def exchange(transport: httpx.AsyncBaseTransport, sent: Sent) -> Coroutine[Any, Any, Reply]:
+async def exchange(transport: httpx.AsyncBaseTransport, sent: Sent) -> Reply:
     """Sends a request over any transport. Raises httpx.TransportError.
 
     Over the network it bypasses httpx, whose requests and responses took half of a small call.
     """
     if isinstance(transport, Network):
-        return transport.exchange(sent)
-    return _exchange_by_httpx(transport, sent)
-
-
-async def _exchange_by_httpx(transport: httpx.AsyncBaseTransport, sent: Sent) -> Reply:
+        return await transport.exchange(sent)
     limits = httpx.Timeout(None, connect=sent.connect_s)
     request = httpx.Request(
         sent.method,
@@ -254,12 +251,10 @@ async def _pieces(content: bytes, moved: Callable[[int], None]) -> AsyncIterator
         moved(begin)
 
 
-class _httpx_errors:
+@contextmanager
+def _httpx_errors() -> Iterator[None]:
     """Raises httpx's error in place of one of aiohttp."""
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, _: object, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, aiohttp.ClientError | TimeoutError):
-            raise httpx.TransportError(str(error) or type(error).__name__) from error
+    try:
+        yield
+    except (aiohttp.ClientError, TimeoutError) as error:
+        raise httpx.TransportError(str(error) or type(error).__name__) from error

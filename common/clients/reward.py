@@ -22,10 +22,7 @@ class RewardClient(Client):
 
     async def batch_reward(self, items: list[RewardItem]) -> BatchRewardResult:
         body = BatchRewardRequest(items=items).model_dump_json()
-        headers = {"content-type": "application/json"}
-        return await self.json(
-            "POST", "/batch_reward", BatchRewardResult, content=body, headers=headers
-        )
+        return await self.json("POST", "/batch_reward", BatchRewardResult, content=body)
 
     async def gives_verdicts(self) -> bool:
         """Returns whether the reward functions say which answers are right."""
@@ -35,10 +32,7 @@ class RewardClient(Client):
     async def check_ground_truths(self, items: list[RewardItem]) -> GroundTruthProblems:
         """Returns the ground truths that no answer can match; the items' responses do not count."""
         body = BatchRewardRequest(items=items).model_dump_json()
-        headers = {"content-type": "application/json"}
-        return await self.json(
-            "POST", "/check_ground_truths", GroundTruthProblems, content=body, headers=headers
-        )
+        return await self.json("POST", "/check_ground_truths", GroundTruthProblems, content=body)
 
     async def grade_all(self, batches: list[list[RewardItem]]) -> list[list[RewardResult]]:
         """Grades several batches with one request."""

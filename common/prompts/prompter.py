@@ -167,7 +167,8 @@ class TokenisedPrompt(NamedTuple):
 
     token_ids: list[int]
     answer_start: str
-    """The end of its text that belongs to the answer (`Prompter.answer_start`)."""
+    """The end of its text that belongs to the answer: the mark that opens a thought, if the
+    template ends with one, and the prefill."""
 
 
 @dataclass
@@ -189,16 +190,6 @@ class Prompter:
     def token_ids(self, prompt: Prompt) -> list[int]:
         """Returns the token ids of a prompt; see `prompt_text` and `text_ids`."""
         return self.all_token_ids([prompt])[0]
-
-    def answer_start(self, prompt: Prompt) -> str:
-        """Returns the text of a prompt that belongs to its answer: the mark that opens a thought,
-        if the template ends with one, and the prefill.
-        """
-        return self._answer_start(prompt_text(prompt, self.style, self.tokenizer))
-
-    def _answer_start(self, text: str) -> str:
-        opened = OPENED_THOUGHT.search(text.removesuffix(self.style.prefill))
-        return (opened[0] if opened else "") + self.style.prefill
 
     def all_token_ids(self, prompts: Sequence[Prompt]) -> list[list[int]]:
         """Returns `token_ids` of several prompts. Raises ConfigError for a token that the model
@@ -222,8 +213,12 @@ class Prompter:
                     remedy="call model.resize_token_embeddings(len(tokenizer)) and save both, or "
                     "use the model's own tokenizer",
                 )
-        starts = map(self._answer_start, texts)
-        return list(map(TokenisedPrompt, found, starts))
+        tokenised: list[TokenisedPrompt] = []
+        for text, token_ids in zip(texts, found, strict=True):
+            opened = OPENED_THOUGHT.search(text.removesuffix(self.style.prefill))
+            start = (opened[0] if opened else "") + self.style.prefill
+            tokenised.append(TokenisedPrompt(token_ids, start))
+        return tokenised
 
 
 def _rendered(

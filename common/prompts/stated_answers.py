@@ -6,6 +6,7 @@ Every step takes time linear in the length of any text: responses are untrusted.
 
 import re
 from itertools import islice
+from operator import attrgetter
 from typing import NamedTuple
 
 from common.prompts.answer_text import BOX
@@ -203,7 +204,7 @@ def stated_answer(text: str) -> str | None:
     has_label = any(text.find(sign, position) >= 0 for sign in _SIGNS_OF_LABEL)
     labels = list(_LABEL.finditer(text, position)) if has_label else []
     marks += [Mark("label", *match.span()) for match in labels[-_MAX_LABELS:]]
-    marks.sort(key=_end)
+    marks.sort(key=attrgetter("end"))
 
     lines = [mark for mark in marks if mark.kind == "line"]
     if len(lines) > 1 and marks[-1] == lines[-1] and not text[lines[-1].end :].strip():
@@ -227,10 +228,6 @@ def stated_answer(text: str) -> str | None:
             return answer if len(answer) <= MAX_ANSWER_CHARS else ""
         marks.pop()
     return None
-
-
-def _end(mark: Mark) -> int:
-    return mark.end
 
 
 def before_next_question(text: str) -> str:
@@ -285,7 +282,7 @@ def _marks(text: str) -> list[Mark]:
     # What has no end was cut. A tag alone may have lost its end to a stop string.
     unclosed = filter(None, (*braces, tag if marks else None))
     marks += [Mark("cut", *opening.span()) for opening in unclosed]
-    return sorted(marks, key=_end)
+    return sorted(marks, key=attrgetter("end"))
 
 
 def _json_mark(match: re.Match[str]) -> Mark:

@@ -11,6 +11,7 @@ import json
 import re
 import reprlib
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Annotated, Any, TypeVar, get_args
 
 import msgpack
@@ -149,17 +150,17 @@ def parse_json(body: bytes) -> Any:
         ) from None
 
 
-class without_collection:
+@contextmanager
+def without_collection() -> Iterator[None]:
     """Pauses the garbage collector: while a million lists are created, it would scan the whole heap
     again and again, which took ten times as long as the parsing (`python -m benchmarks.collector`).
     """
-
-    def __enter__(self) -> None:
-        self._was_on = gc.isenabled()
-        gc.disable()
-
-    def __exit__(self, *_: object) -> None:
-        if self._was_on:
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
             gc.enable()
 
 
@@ -192,7 +193,6 @@ def from_plain(content: Any, kind: type[_T], where: str = "") -> _T:
 
     Raises InvalidInput that names the field, prefixed with `where`.
     """
-    _fill_texts(content)
     try:
         value = msgspec.convert(content, kind, dec_hook=_array)
         for path, reason in _problems(value):
@@ -239,22 +239,6 @@ def _array(kind: Any, value: object) -> Any:
     elif len(array) and array.min() < 0:
         raise ValueError(f"token ids are not negative, got {array.min()}")
     return array
-
-
-def _fill_texts(content: Any) -> None:
-    """Sets the optional texts of groups to empty where they are missing."""
-
-    def mappings(parent: Any, name: str) -> list[dict[str, Any]]:
-        items = parent.get(name) if isinstance(parent, dict) else None
-        if not isinstance(items, list):
-            return []
-        return [item for item in items if isinstance(item, dict)]
-
-    for group in mappings(content, "groups"):
-        for name in ("prompt_id", "prompt", "ground_truth"):
-            group.setdefault(name, "")
-        for completion in mappings(group, "completions"):
-            completion.setdefault("text", "")
 
 
 _Problems = Iterator[tuple[str, str]]

@@ -8,6 +8,8 @@ are msgspec structs over numpy, and travel as msgpack with raw little-endian arr
 
 import sys
 from dataclasses import dataclass
+from functools import partial
+from operator import not_
 from typing import Annotated, Any, Literal, Self, TypeVar
 
 import numpy as np
@@ -122,23 +124,19 @@ class Wire(BaseModel):
         return data
 
 
-def _is_empty(value: object) -> bool:
-    return not value
-
-
 class Prompt(Wire):
     """One problem of the data set."""
 
     id: str
     prompt: str
     ground_truth: str
-    task: str = Field("", exclude_if=_is_empty)
+    task: str = Field("", exclude_if=not_)
     """Selects the reward functions when a data set mixes tasks; empty: the default ones. Left out
     of JSON when empty."""
-    columns: Columns = Field({}, exclude_if=_is_empty)
+    columns: Columns = Field({}, exclude_if=not_)
     """Further columns of the row, for reward functions that read them (`test_cases`, …). Left out
     of JSON when empty."""
-    chat: Listed[Annotated[dict[str, str], AtMost(MAX_NAMES)]] = Field([], exclude_if=_is_empty)
+    chat: Listed[Annotated[dict[str, str], AtMost(MAX_NAMES)]] = Field([], exclude_if=not_)
     """The conversation to continue, if the problem is one and no text. It ends with `prompt`; its
     own system message replaces `sampling.system_prompt`. Left out of JSON when empty."""
 
@@ -271,7 +269,7 @@ class WeightDelta(SentFile):
 class WeightFile(SentFile):
     """One file of a weight version."""
 
-    delta: WeightDelta | None = Field(None, exclude_if=_is_empty)
+    delta: WeightDelta | None = Field(None, exclude_if=not_)
     """Reconstructs this file from an earlier one, if that saves much."""
 
 
@@ -486,12 +484,8 @@ _Spans = Annotated[
 ]
 
 
-def _no_tokens() -> Int32:
-    return np.zeros(0, np.int32)
-
-
-def _no_bytes() -> UInt8:
-    return np.zeros(0, np.uint8)
+_no_tokens = partial[Int32](np.zeros, 0, np.int32)
+_no_bytes = partial[UInt8](np.zeros, 0, np.uint8)
 
 
 class Turn(Struct, forbid_unknown_fields=True):
@@ -505,7 +499,7 @@ class Turn(Struct, forbid_unknown_fields=True):
     none."""
 
 
-class Completion(Struct, forbid_unknown_fields=True):
+class Completion(Struct, forbid_unknown_fields=True, kw_only=True):
     """One sampled answer. L is its length in tokens, the end-of-sequence token included."""
 
     token_ids: Int32
@@ -513,7 +507,7 @@ class Completion(Struct, forbid_unknown_fields=True):
     logprobs: Float32
     """[L] log-probabilities in nats under the policy that sampled them, at the sampling
     temperature."""
-    text: _Chars
+    text: _Chars = ""
     finish_reason: FinishReason
     weight_versions: _Spans
     """(version, start, end) spans over the tokens: which weights sampled which tokens."""
@@ -570,14 +564,14 @@ class Completion(Struct, forbid_unknown_fields=True):
         return spread
 
 
-class Group(Struct, forbid_unknown_fields=True):
+class Group(Struct, forbid_unknown_fields=True, kw_only=True):
     """One prompt and its n completions: the unit of experience."""
 
     id: Annotated[str, Meta(min_length=1, max_length=128)]
     """Made by the client; adding the same id again changes nothing."""
-    prompt_id: _Key
-    prompt: _Chars
-    ground_truth: _Chars
+    prompt_id: _Key = ""
+    prompt: _Chars = ""
+    ground_truth: _Chars = ""
     prompt_token_ids: Int32
     """[P] token ids."""
     completions: Annotated[list[Completion], Meta(min_length=1, max_length=MAX_COMPLETIONS)]

@@ -130,7 +130,7 @@ def _queue_routes(app: FastAPI, worker: Worker) -> None:
         """
         added = await worker.add(await _read_groups(request))
         request.app.state.run = logs.run_id()
-        return {"added": added.added, "duplicates": added.duplicates}
+        return added
 
     @app.post(
         "/groups/take",

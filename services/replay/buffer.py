@@ -40,7 +40,7 @@ from common.wire.schemas import (
 from services.http.sqlite_store import sum_of
 from services.replay import sampling
 from services.replay.database import GroupRecord
-from services.replay.store import AddResult, Lease, Store
+from services.replay.store import Lease, Store
 
 log = logging.getLogger(__name__)
 
@@ -117,8 +117,9 @@ class ReplayBuffer:
 
     # ------------------------------------------------------------ the queue
 
-    def add(self, groups: list[Group]) -> AddResult:
-        """Stores groups; they are durable when this returns. A known id is only counted.
+    def add(self, groups: list[Group]) -> dict[str, int]:
+        """Stores groups; they are durable when this returns. A known id is only counted. Returns
+        how many were `added`, and the `duplicates`.
 
         Raises:
             InvalidInput: there are no groups, or the metadata of one cannot be returned as JSON.
@@ -235,7 +236,7 @@ class ReplayBuffer:
 
     def stats(self) -> dict[str, Any]:
         # On a full disk leases cannot expire, but everything can be read.
-        with suppress(StorageFailed):
+        with suppress(StorageFailed), self.store.transaction():
             self.store.expire(self.clock())
         return {"capacity": self.capacity, **self.store.stats()}
 

@@ -31,14 +31,6 @@ _REMEMBERED_IDS = 100_000
 
 
 @dataclass(frozen=True, slots=True)
-class AddResult:
-    """Outcome of an add."""
-
-    added: int
-    duplicates: int
-
-
-@dataclass(frozen=True, slots=True)
 class Lease:
     """Groups leased to one request."""
 
@@ -66,9 +58,10 @@ class Store(Database):
 
     # ------------------------------------------------------------ adding
 
-    def add(self, groups: Iterable[tuple[GroupRecord, bytes]], capacity: int) -> AddResult:
-        """Stores the groups with new ids: their records and the groups as msgpack. Raises Full when
-        they do not fit even after removing all consumed groups.
+    def add(self, groups: Iterable[tuple[GroupRecord, bytes]], capacity: int) -> dict[str, int]:
+        """Stores the groups with new ids: their records and the groups as msgpack. Returns how many
+        were `added`, and the `duplicates`. Raises Full when they do not fit even after removing all
+        consumed groups.
         """
         with self.transaction():
             new: dict[str, tuple[GroupRecord, bytes]] = {}
@@ -84,7 +77,7 @@ class Store(Database):
                 self.db.execute("INSERT INTO blobs VALUES (?, ?)", (cursor.lastrowid, data))
             self.count("added", len(new))
             self.count("duplicates", duplicates)
-        return AddResult(len(new), duplicates)
+        return {"added": len(new), "duplicates": duplicates}
 
     def add_experiences(
         self, rows: list[tuple[str, str, float, str | None]], capacity: int
@@ -160,7 +153,7 @@ class Store(Database):
         Raises InvalidInput when the request id already has a lease with another count or version.
         """
         with self.transaction():
-            self._expire(now)
+            self.expire(now)
             if request.run_id:
                 self._end_strays(request.run_id)
             taken = self.records(f"WHERE request_id = ? {_ORDER}", request.request_id)
@@ -213,11 +206,6 @@ class Store(Database):
             self._answered(request_id)
         return Lease([], [], self.evicted_for(request_id))
 
-    def expire(self, now: float) -> None:
-        """Makes groups whose lease has ended fresh again."""
-        with self.transaction():
-            self._expire(now)
-
     def evicted_for(self, request_id: str) -> int:
         """Returns how many groups were too old for this request. The number is stored, since a
         response may be lost.
@@ -247,7 +235,8 @@ class Store(Database):
         evicted = len(old) + answer.get("evicted", 0)
         self.remember(_TAKE, request.request_id, answer | {"evicted": evicted})
 
-    def _expire(self, now: float) -> None:
+    def expire(self, now: float) -> None:
+        """Makes groups whose lease has ended fresh again, within the caller's transaction."""
         self._end_leases(self.records("WHERE request_id IS NOT NULL AND lease_until <= ?", now))
 
     def _end_strays(self, run_id: str) -> None:

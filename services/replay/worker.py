@@ -9,7 +9,7 @@ from common.process import logs
 from common.wire.schemas import Group, TakeRequest
 from services.http.one_thread import OneThread
 from services.replay.buffer import ReplayBuffer
-from services.replay.store import AddResult, Lease
+from services.replay.store import Lease
 
 _T = TypeVar("_T")
 _A = TypeVar("_A")
@@ -39,7 +39,7 @@ class Worker(OneThread):
 
         return await self.call(checked)
 
-    async def add(self, groups: list[Group]) -> AddResult:
+    async def add(self, groups: list[Group]) -> dict[str, int]:
         """Calls `ReplayBuffer.add`, then wakes the waiting `take` calls."""
         added = await self.call_of_run(self.buffer.add, groups)
         async with self._arrived:

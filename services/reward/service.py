@@ -23,7 +23,7 @@ from common.wire.schemas import (
     RewardStatus,
 )
 from services.reward.answers.extract import gold_answer
-from services.reward.answers.golds import has_eaten_backslash, repaired
+from services.reward.answers.golds import EATEN_BACKSLASH, repaired
 from services.reward.configured import configured_hosts
 from services.reward.functions.base import RewardFunction, Score
 from services.reward.functions.composite import check_names, combine
@@ -162,7 +162,12 @@ class RewardService:
                     verified.setdefault(host, []).append(i)
 
         for host, indices in verified.items():
-            answered = [_answered_by_itself(items[i]) for i in indices]
+            answered: list[RewardItem] = []
+            for i in indices:
+                # Its braces keep a response from being the same text as the ground truth, which is
+                # right without being read.
+                stated = rf"\boxed{{{{{gold_answer(items[i].ground_truth)}}}}}"
+                answered.append(items[i].model_copy(update={"response": stated}))
             for i, score in zip(indices, await host.score(answered), strict=True):
                 reason = _why_unreadable(items[i].ground_truth) or score.reason
                 if reason or not score.correct:
@@ -259,14 +264,6 @@ def _why_unreadable(ground_truth: str) -> str:
     gold = gold_answer(ground_truth) or ""
     if gold.count("{") != gold.count("}"):
         return "its braces are not balanced"
-    if has_eaten_backslash(ground_truth):
+    if EATEN_BACKSLASH.search(ground_truth):
         return "a backslash and a letter of it became a control character"
     return ""
-
-
-def _answered_by_itself(item: RewardItem) -> RewardItem:
-    """Returns an item whose response states its ground truth and nothing else. Its braces keep it
-    from being the same text, which is right without being read.
-    """
-    response = rf"\boxed{{{{{gold_answer(item.ground_truth)}}}}}"
-    return item.model_copy(update={"response": response})

@@ -55,7 +55,16 @@ async def test_contract_sglang_holds_the_sent_weights_and_the_learner_scores_ali
                     stop_token_ids=[],
                     parameters=shape,
                 )
-                groups.append(Group(str(shape), "", "", "", np.array(PROMPT, np.int32), found))
+                groups.append(
+                    Group(
+                        id=str(shape),
+                        prompt_id="",
+                        prompt="",
+                        ground_truth="",
+                        prompt_token_ids=np.array(PROMPT, np.int32),
+                        completions=found,
+                    )
+                )
     compared = Checksums(on_gpu=False).compare(sent, ranks)
     assert (compared.problem, compared.compared, compared.unseen) == (None, len(sent), [])
     scored = learner_logprobs(directory, groups, 1.0)

@@ -71,7 +71,14 @@ async def generated(url: str) -> list[Group]:
                 parameters={"ignore_eos": True},
                 routed_experts=True,
             )
-            group = Group(str(len(groups)), "", "", "", tokens.astype(np.int32), completions)
+            group = Group(
+                id=str(len(groups)),
+                prompt_id="",
+                prompt="",
+                ground_truth="",
+                prompt_token_ids=tokens.astype(np.int32),
+                completions=completions,
+            )
             split_routing(group)
             groups.append(group)
     return groups

@@ -19,6 +19,7 @@ from common.clients.rollout import RolloutClient, completion_from_answer
 from common.errors import ServiceError
 from common.wire.schemas import Completion, Float32
 from services.rollout.engine_client import EngineClient, LoadFailed
+from tests.support.errors import raises
 
 pytestmark = pytest.mark.integration
 
@@ -102,7 +103,7 @@ def test_contract_logprobs_are_those_before_top_p(target: httpx.Client, model_di
 
 async def test_contract_a_refused_request_is_an_error_with_the_reason(target_url: str) -> None:
     async with RolloutClient("rollout", target_url) as client:
-        with pytest.raises(ServiceError, match="100000") as refused:
+        with raises(ServiceError, field="input_ids", value="100000") as refused:
             await client.generate(
                 [5] * 100_000, n=4, max_new_tokens=8, temperature=1, stop_token_ids=[2]
             )

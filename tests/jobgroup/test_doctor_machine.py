@@ -22,6 +22,7 @@ from jobgroup.doctor import availability, gpus, machine, network, sizes, softwar
 from jobgroup.doctor.ground_truths import check_ground_truths
 from jobgroup.doctor.plan import make
 from jobgroup.doctor.report import Check, Result, ask, fits, gb, perform
+from tests.support.errors import raises
 from tests.support.package.doctor_groups import QWEN_7B, plan_of, write_group
 from tests.support.processes.ports import free_port
 
@@ -588,7 +589,7 @@ def test_a_program_that_fails_is_named_with_its_last_line() -> None:
             ask("sh", "-c", command, fix="do this")
         assert refused.value.message == f"sh fails: {words}"
         assert refused.value.remedy == "do this"
-    with pytest.raises(ConfigError, match="no-such-program"):
+    with raises(ConfigError, field="no-such-program"):
         ask("no-such-program", fix="install it")
-    with pytest.raises(ConfigError, match="timed out"):
+    with raises(ConfigError, field="sleep", value="sleep 60"):
         ask("sleep", 60, fix="wait", timeout_s=0.01)

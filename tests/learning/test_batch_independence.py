@@ -243,7 +243,7 @@ def test_a_model_whose_layers_pass_no_options_on_is_padded(tmp_path: Path) -> No
     config = settings(directory, 100)
     assert Policy(config, Ranks()).scorer.layout is Padded
     config.trainer.packing = "on"
-    with pytest.raises(ConfigError, match=r"trainer\.packing"):
+    with raises(ConfigError, field="trainer.packing"):
         Policy(config, Ranks())
 
 

@@ -100,9 +100,20 @@ def test_scores_over_a_support(
 
 def test_completions_of_the_whole_vocabulary_have_no_support() -> None:
     completion = Completion(
-        np.array([5], np.int32), np.array([-1.0], np.float32), "", "stop", [(0, 0, 1)]
+        token_ids=np.array([5], np.int32),
+        logprobs=np.array([-1.0], np.float32),
+        text="",
+        finish_reason="stop",
+        weight_versions=[(0, 0, 1)],
     )
-    group = Group("g", "p", "", "", np.array([1], np.int32), [completion])
+    group = Group(
+        id="g",
+        prompt_id="p",
+        prompt="",
+        ground_truth="",
+        prompt_token_ids=np.array([1], np.int32),
+        completions=[completion],
+    )
     assert Sampled.of(group, completion) is None
     assert Support.of([None, None], [3, 1]) is None
 

@@ -74,7 +74,8 @@ class TokenGenerator:
         self, prompt: Prompt, index: int, n: int, greedy: bool
     ) -> list[GeneratedAnswer]:
         config = self._config
-        prompt_ids = self._prompter.token_ids(prompt)
+        (tokenised,) = self._prompter.tokenised([prompt])
+        prompt_ids = tokenised.token_ids
         parameters = sampling_of(config, greedy)
         async with self._slots:
             answers = await self._client.answers(
@@ -87,12 +88,14 @@ class TokenGenerator:
                 parameters=parameters,
                 logprobs=False,
             )
-        return [self._parsed(prompt, answer) for answer in answers]
+        return [self._parsed(prompt, tokenised.answer_start, answer) for answer in answers]
 
-    def _parsed(self, prompt: Prompt, answer: Any) -> GeneratedAnswer:
-        """Returns an answer of `/generate`. Raises GenerationFailed when it is incomplete."""
+    def _parsed(self, prompt: Prompt, start: str, answer: Any) -> GeneratedAnswer:
+        """Returns an answer of `/generate`, whose text begins with `start`. Raises GenerationFailed
+        when it is incomplete.
+        """
         try:
-            text = answer["text"]
+            text = start + answer["text"]
             meta = answer["meta_info"]
             finish_reason = meta["finish_reason"]["type"]
             tokens = int(meta["completion_tokens"])
@@ -102,7 +105,7 @@ class TokenGenerator:
             ) from None
         return finished(
             prompt,
-            self._prompter.answer_start(prompt) + text,
+            text,
             finish_reason,
             tokens=tokens,
             token_ids=answer.get("output_ids"),

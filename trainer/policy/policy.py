@@ -17,11 +17,12 @@ from common.wire.schemas import Float32
 from learning.batching import Indices, by_row, micro_batch_passes, mini_batches, owners
 from learning.digest import digest
 from learning.fitting import fitted
+from learning.hub_names import to_hub
 from learning.optimizer import Optimizer
 from learning.parking import Resident
 from learning.ranks import Ranks
 from learning.saving import Contents, Snapshot, load_optimizer
-from learning.sharding import named_tensors, reshard
+from learning.sharding import full, named_tensors, reshard
 from trainer.algorithms.advantages import NEED_MORE_THAN_REWARDS, named_advantage
 from trainer.algorithms.batch import Batch, MicroBatch
 from trainer.algorithms.losses import (
@@ -37,8 +38,13 @@ from trainer.policy import checkpoint
 from trainer.policy.checkpoint import RunState
 from trainer.policy.identity import LearnsFrom, check_same, identity
 from trainer.policy.learning_rate import learning_rate
-from trainer.policy.lora import adapter_contents, load_policy
-from trainer.policy.published_weights import published_weights
+from trainer.policy.lora import (
+    adapter_contents,
+    adapter_tensors,
+    base_tensors,
+    load_policy,
+    merged_tensors,
+)
 from trainer.policy.scorer import TokenScores, computes_in_bfloat16
 from trainer.policy.scoring import score_batch
 from trainer.policy.update_metrics import Sums, UpdateMetrics
@@ -160,8 +166,39 @@ class Policy:
         return {".": Snapshot.take(contents, self.optimizer, self.ranks, alone)}
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yields the weights to publish (`published_weights`). A collective."""
-        return published_weights(self.model, self.config, self.ranks)
+        """Yields the weights to publish, in the layout of the model's files and the engines'
+        precision. A collective.
+
+        With LoRA these are the adapter's, with PEFT's names, or the model's with the adapter
+        merged. Of tied tensors only the first is yielded, as in hub files. A tensor is valid until
+        the next update.
+        """
+        model = self.model
+        lora = self.config.lora
+        device = self.ranks.device
+        in_bfloat16 = computes_in_bfloat16(self.config.model, self.ranks)
+        tensors = named_tensors(model)
+
+        def published(tensor: Tensor) -> Tensor:
+            reduced = in_bfloat16 and tensor.is_floating_point()
+            dtype = torch.bfloat16 if reduced else tensor.dtype
+            return tensor.detach().to(device, dtype)
+
+        if lora.publishes_adapter:
+            for name, tensor in adapter_tensors(model):
+                yield name, full(published(tensor))
+            return
+
+        if not lora.rank:
+            whole = ((name, full(published(tensor))) for name, tensor in tensors.items())
+            yield from to_hub(model, whole, tensors)
+            return
+
+        # W + scale × B A is computed in the precision of the master weights, and rounded once.
+        exact = ((name, full(tensor.detach().to(device))) for name, tensor in tensors.items())
+        merged = merged_tensors(exact, lora.alpha / lora.rank)
+        rounded = ((name, published(tensor)) for name, tensor in merged)
+        yield from to_hub(model, rounded, base_tensors(tensors))
 
     def digest(self) -> str:
         """Returns the checksum of the weights that are trained. A collective."""

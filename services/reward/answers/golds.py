@@ -8,9 +8,11 @@ _LIST = re.compile(r"[\[(]\s*(?P<item>.*?)\s*,?\s*[\])]", re.DOTALL)
 _QUOTED = re.compile(r"""(?P<quote>["'])(?P<text>.*)(?P=quote)""", re.DOTALL)
 _BACKSLASHES = re.compile(r"\\+")
 _DOUBLED = re.compile(r"\\\\(?:[A-Za-z]{2,}|[{}%$])")
-_EATEN = re.compile(
+EATEN_BACKSLASH = re.compile(
     r"[\a\x08\v\f]|\t(?:imes|ext|heta|an|au|o(?![a-z]))|\r(?!\n)|\n(?:abla|eq)(?![a-z])"
 )
+r"""A backslash and a letter that became one control character, as when `\frac` is read as a form
+feed and `rac`."""
 
 
 def repaired(ground_truth: str) -> str:
@@ -36,10 +38,3 @@ def with_single_backslashes(text: str) -> str:
     if _DOUBLED.search(text) and all(len(run) % 2 == 0 for run in _BACKSLASHES.findall(text)):
         return text.replace("\\\\", "\\")
     return text
-
-
-def has_eaten_backslash(ground_truth: str) -> bool:
-    r"""Returns whether a backslash and a letter became one control character, as when `\frac` is
-    read as a form feed and `rac`.
-    """
-    return _EATEN.search(ground_truth) is not None

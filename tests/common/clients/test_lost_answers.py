@@ -60,7 +60,14 @@ def group(name: str, version: int = 0) -> Group:
         reward=1.0,
         correct=True,
     )
-    return Group(name, "p", "1 + 1?", "2", np.array([1, 2], np.int32), [completion])
+    return Group(
+        id=name,
+        prompt_id="p",
+        prompt="1 + 1?",
+        ground_truth="2",
+        prompt_token_ids=np.array([1, 2], np.int32),
+        completions=[completion],
+    )
 
 
 @pytest.mark.parametrize("curriculum", ["none", "difficulty"])

@@ -66,7 +66,7 @@ def test_a_killed_run_releases_the_directory_at_once(tmp_path: Path) -> None:
 
 
 def test_a_process_cannot_lock_a_directory_twice(tmp_path: Path) -> None:
-    with RunLock(tmp_path, "first"), pytest.raises(ConfigError, match="run first") as error:
+    with RunLock(tmp_path, "first"), raises(ConfigError, code="run_in_use") as error:
         RunLock(tmp_path, "second", "state_dir").__enter__()
     found = error.value
     assert (found.code, found.field, found.value) == ("run_in_use", "state_dir", str(tmp_path))
@@ -104,7 +104,7 @@ def test_a_run_that_no_lock_reaches_is_detected_by_its_heartbeat(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(run_lock, "_STALE_S", 10.0)  # the first beat ends it
-    with RunLock(tmp_path, "first"), pytest.raises(ConfigError, match="run first"):
+    with RunLock(tmp_path, "first"), raises(ConfigError, code="run_in_use"):
         RunLock(tmp_path, "second").__enter__()
     with RunLock(tmp_path, "third"):  # the first run recorded its end, so nobody waits for it
         pass

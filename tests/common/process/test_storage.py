@@ -30,6 +30,7 @@ from services.replay.app import create_replay_app
 from services.replay.buffer import ReplayBuffer
 from services.rollout.weights.store import WeightStore
 from services.rollout.weights.trainer_client import TrainerClient
+from tests.support.errors import raises
 from trainer.backends.server import create_trainer_app
 from trainer.observe.run_dir import Recorder, read_lines
 from trainer.policy.checkpoint import CheckpointFailed, Checkpoints, RunState, newest
@@ -76,8 +77,23 @@ def disk(tmp_path: Path) -> Iterator[Disk]:
 
 def group(name: str, tokens: int = 3) -> Group:
     ids, logprobs = np.arange(tokens, dtype=np.int32), np.full(tokens, -1.0, np.float32)
-    completion = Completion(ids, logprobs, "answer", "stop", [(0, 0, tokens)], 1.0, True)
-    return Group(name, "p", "1 + 1?", "2", np.array([1, 2], np.int32), [completion])
+    completion = Completion(
+        token_ids=ids,
+        logprobs=logprobs,
+        text="answer",
+        finish_reason="stop",
+        weight_versions=[(0, 0, tokens)],
+        reward=1.0,
+        correct=True,
+    )
+    return Group(
+        id=name,
+        prompt_id="p",
+        prompt="1 + 1?",
+        ground_truth="2",
+        prompt_token_ids=np.array([1, 2], np.int32),
+        completions=[completion],
+    )
 
 
 async def test_the_replay_buffer(disk: Disk) -> None:
@@ -174,7 +190,7 @@ async def test_the_cursor_of_the_prompts(disk: Disk) -> None:
 def test_weights_of_the_trainer(disk: Disk) -> None:
     weights = {"w": torch.zeros(1000, 500)}  # 2 MB
     written = write_version(weights.items(), [], disk.path, "run", 1)
-    with pytest.raises(StorageFailed, match="weights 2 cannot be written") as caught:
+    with raises(StorageFailed, code="disk_full") as caught:
         write_version({"w": torch.zeros(3000, 500)}.items(), [], disk.path, "run", 2)
     assert (caught.value.code, caught.value.field) == ("disk_full", "trainer.run_dir")
     assert [path.name for path in disk.path.iterdir()] == [
@@ -197,7 +213,7 @@ async def test_weights_of_a_rollout_node(disk: Disk, tmp_path: Path) -> None:
     async with TrainerClient("trainer", "http://t", transport=transport) as client:
         store = WeightStore(disk.path / "node", client)
         first = await store.fetch(publish(1, 1000))
-        with pytest.raises(StorageFailed, match="weights 2 cannot be written") as caught:
+        with raises(StorageFailed, code="disk_full") as caught:
             await store.fetch(publish(2, 3000))
         assert (caught.value.code, caught.value.value) == ("disk_full", str(store.directory))
         assert list(store.directory.iterdir()) == [first]

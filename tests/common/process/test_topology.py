@@ -91,7 +91,7 @@ def test_a_node_that_does_not_run_is_named() -> None:
     with raises(ConfigError, field="JOBGROUP_HOSTS", value="reward-server-0.rlhf-math") as caught:
         topology.url(REWARD, 8002)
     assert "data-server-0.rlhf-math" in str(caught.value.remedy)
-    with pytest.raises(ConfigError, match="rollout-server-2"):
+    with raises(ConfigError, field="JOBGROUP_HOSTS", value="rollout-server-2.rlhf-math"):
         topology.url(ROLLOUT, 30001, node=2)
 
 

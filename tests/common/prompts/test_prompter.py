@@ -118,7 +118,8 @@ _OPENS = THINKING.replace("<assistant>", "<assistant>MARK")
 def test_an_answer_begins_with_what_the_prompt_holds_of_it(
     template: str | None, settings: dict[str, Any], start: str
 ) -> None:
-    assert Prompter(tokenizer(template), style(**settings), []).answer_start(PROMPT) == start
+    (tokenised,) = Prompter(tokenizer(template), style(**settings), []).tokenised([PROMPT])
+    assert tokenised.answer_start == start
 
 
 def test_a_template_fills_the_last_message_of_a_chat() -> None:

@@ -9,6 +9,7 @@ import pytest
 from common.errors import ConfigError
 from common.settings.config import Config, from_mapping, load, names
 from common.settings.sources import SHORT_NAMES
+from tests.support.errors import raises
 
 
 def refused(argv: list[str] | None = None, env: dict[str, str] | None = None) -> ConfigError:
@@ -98,7 +99,7 @@ def test_commas_make_a_list_wherever_it_is_written(tmp_path: Path) -> None:
     assert load([], {"RLHF_TRACKERS__NAMES": ""}).trackers.names == []
     # The commas of a pattern are its own.
     pattern = {"name": "format", "required": "x{2,3}"}
-    with pytest.raises(ConfigError, match=r"a valid list"):
+    with raises(ConfigError, field="reward.functions.format.required", value="x{2,3}"):
         from_mapping({"reward.functions": [pattern]})
 
 

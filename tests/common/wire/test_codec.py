@@ -79,21 +79,28 @@ groups = st.builds(
 
 def one() -> Group:
     first = Completion(
-        np.array([5, 6], np.int32),
-        np.array([-0.5, -1.5], np.float32),
-        "ab",
-        "stop",
-        [(3, 0, 1), (4, 1, 2)],
+        token_ids=np.array([5, 6], np.int32),
+        logprobs=np.array([-0.5, -1.5], np.float32),
+        text="ab",
+        finish_reason="stop",
+        weight_versions=[(3, 0, 1), (4, 1, 2)],
     )
     second = Completion(
-        np.array([7], np.int32),
-        np.array([-2.0], np.float32),
-        "c",
-        "length",
-        [(4, 0, 1)],
+        token_ids=np.array([7], np.int32),
+        logprobs=np.array([-2.0], np.float32),
+        text="c",
+        finish_reason="length",
+        weight_versions=[(4, 0, 1)],
         reward=1.0,
     )
-    return Group("g", "p", "prompt", "12", np.array([1, 2, 3], np.int32), [first, second])
+    return Group(
+        id="g",
+        prompt_id="p",
+        prompt="prompt",
+        ground_truth="12",
+        prompt_token_ids=np.array([1, 2, 3], np.int32),
+        completions=[first, second],
+    )
 
 
 @settings(max_examples=60, deadline=None)

@@ -22,6 +22,7 @@ from services.engine.scheduler import LogitsNotFinite
 from services.engine.weights import BadWeights
 from tests.support.engines.engines import write_model
 from tests.support.engines.held_engine import held
+from tests.support.errors import raises
 
 LIMIT_S = 400
 
@@ -309,7 +310,7 @@ def test_embedded_crash_answers_every_caller_and_is_reported(model_dir: Path) ->
 
 
 def test_embedded_directory_without_a_model_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="--model-path"):
+    with raises(ConfigError, field="--model-path"):
         Model(tmp_path, 256)
 
 

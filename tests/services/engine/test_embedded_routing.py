@@ -17,6 +17,7 @@ from services.engine.jobs import GenerationJob, SamplingParams
 from services.engine.model import Model
 from services.engine.protocol import BadRequest, GenerateBody, answer
 from tests.support.engines.engines import write_model
+from tests.support.errors import raises
 from tests.support.models.tiny_models import with_tokenizer_of
 
 LIMIT_S = 400
@@ -128,5 +129,5 @@ def test_experts_are_refused_by_what_has_none(dense: Path) -> None:
 
 def test_a_part_of_the_experts_is_refused(dense: Path) -> None:
     body = GenerateBody.model_validate({"input_ids": [20, 21], "routed_experts_start_len": 1})
-    with pytest.raises(BadRequest, match="routed_experts_start_len"):
+    with raises(BadRequest, field="routed_experts_start_len", value="1"):
         body.prompts(Model(dense, 128))

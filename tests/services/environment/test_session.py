@@ -591,9 +591,8 @@ def test_a_conversation_may_have_thousands_of_turns() -> None:
     for turn in range(turns):
         new = parse_messages([user(f"{turn}"), {"role": "assistant", "content": "yes"}])
         sampled = Completion(
-            np.array([turn], np.int32),
-            np.array([-0.1], np.float32),
-            "",
+            token_ids=np.array([turn], np.int32),
+            logprobs=np.array([-0.1], np.float32),
             finish_reason="stop",
             weight_versions=[(1, 0, 1)],
         )

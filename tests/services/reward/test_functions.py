@@ -21,6 +21,7 @@ from services.reward.functions import (
     RewardFunction,
 )
 from services.reward.functions.base import WrongScores
+from tests.support.errors import raises
 from tests.support.services.own_rewards import KeywordReward, Moody, TooFew
 
 
@@ -81,7 +82,7 @@ def test_math_names_what_is_missing() -> None:
         assert function(chats("5", "5", "5"), ground_truth=golds) == [1.0, 1.0, 1.0]
     finally:
         function.close()
-    with pytest.raises(ConfigError, match="timeout_s"):
+    with raises(ConfigError, field="workers, timeout_s"):
         MathRewardFunction(timeout_s=0)
 
 
@@ -160,11 +161,11 @@ def test_thoughts_begin_once_in_the_answer_or_in_its_prompt(
 def test_format_wants_every_required_and_no_forbidden_pattern() -> None:
     function = FormatRewardFunction(["a", "^b$"], ["c.d"])
     assert function(chats("a\nb\n", "a", "a\nb\nc\nd", "a\nb\nc")) == [1.0, 0.0, 0.0, 1.0]
-    with pytest.raises(ConfigError, match="regular expression"):
+    with raises(ConfigError, field="reward.functions.format.required", value="("):
         FormatRewardFunction(["("])
-    with pytest.raises(ConfigError, match="list of regular expressions"):
+    with raises(ConfigError, field="reward.functions.format.required", value="<think>"):
         FormatRewardFunction("<think>")
-    with pytest.raises(ConfigError, match="no pattern"):
+    with raises(ConfigError, field="required"):
         FormatRewardFunction()
 
 
@@ -312,7 +313,7 @@ class FromGenerator(RewardFunction):
 def test_exception_in_a_part_is_raised_by_the_composite() -> None:
     with pytest.raises(ValueError, match=re.escape("no\nscore")):
         CompositeRewardFunction([Fixed("a", 1.0), Moody()])(chats("raise"))
-    with pytest.raises(InvalidInput, match="too_few returned 0 scores for 1"):
+    with raises(InvalidInput, field="too_few"):
         CompositeRewardFunction([TooFew()])(chats("x"))
 
 

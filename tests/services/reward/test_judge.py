@@ -19,6 +19,7 @@ from common.wire.schemas import RewardItem
 from services.reward.functions import JudgeRewardFunction
 from services.reward.functions.judge import parse_score
 from services.reward.service import RewardService
+from tests.support.errors import raises
 
 Reply = tuple[int, dict[str, str], str]
 
@@ -387,15 +388,15 @@ def test_a_reply_that_is_cut_gives_no_verdict(endpoint: Endpoint) -> None:
 
 
 def test_settings_without_a_valid_judge_are_refused() -> None:
-    with pytest.raises(ConfigError, match="the judge needs the URL"):
+    with raises(ConfigError, field="url, model"):
         JudgeRewardFunction("localhost", "big")
-    with pytest.raises(ConfigError, match=r"required.*reward\.functions\.judge\.url"):
+    with raises(ConfigError, field="reward.functions.judge.url", value=None):
         load(["--reward.functions", "judge"], {})
     with pytest.raises(
         ConfigError, match=r"no setting reward.functions.judge.urll.*did you mean .*url"
     ):
         load(["--reward.functions", '{"name": "judge", "model": "m", "url": "u", "urll": "x"}'], {})
-    with pytest.raises(InvalidInput, match="prompt"):
+    with raises(InvalidInput, field="prompt"):
         JudgeRewardFunction("http://x", "big")(chats("x"))
 
 

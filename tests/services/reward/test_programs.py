@@ -24,6 +24,7 @@ from services.reward.functions.programs import extract_program
 from services.reward.service import RewardService
 from services.sandbox import command, sandbox
 from services.sandbox.case_formats import parse_cases
+from tests.support.errors import raises
 from tests.support.services.sandbox import code_function
 
 
@@ -548,7 +549,7 @@ def test_a_named_interpreter_brings_its_packages_and_must_be_readable() -> None:
             with pytest.raises(ConfigError, match="Permission denied") as caught:
                 CodeRewardFunction(python=f"{folder}/venv/bin/python")
             assert "`python` of the reward function code" in str(caught.value.remedy)
-    with pytest.raises(ConfigError, match="there is no Python interpreter for them"):
+    with raises(ConfigError, field="reward.functions.code.python", value="/nowhere/python"):
         CodeRewardFunction(python="/nowhere/python")
 
 

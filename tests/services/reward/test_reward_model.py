@@ -18,6 +18,7 @@ from common.settings.sections import RewardSection
 from common.wire.schemas import RewardItem
 from services.reward.functions import RewardModelFunction
 from services.reward.service import RewardService
+from tests.support.errors import raises
 
 pytestmark = pytest.mark.integration
 
@@ -98,7 +99,7 @@ def test_chat_over_the_limit_has_no_score(model: Path) -> None:
         function.scores(chats(["x" * 2000]), prompt=["p"])[0].reason
         == "the chat is longer than 60 tokens"
     )
-    with pytest.raises(InvalidInput, match="prompt"):
+    with raises(InvalidInput, field="prompt"):
         function(chats(["5"]))
 
 
@@ -116,9 +117,9 @@ def test_two_classes_give_a_probability_and_three_are_refused(
 
 
 def test_missing_model_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"reward_model\.model"):
+    with raises(ConfigError, field="reward.functions.reward_model.model"):
         RewardModelFunction(str(tmp_path / "nothing"))
-    with pytest.raises(ConfigError, match=r"required.*reward\.functions\.reward_model\.model"):
+    with raises(ConfigError, field="reward.functions.reward_model.model", value=None):
         load(["--reward.functions", "reward_model"], {})
 
 

@@ -17,6 +17,7 @@ from services.rollout.engine_client import engine_command
 from services.rollout.router import RouterClient, chosen_router, router_command
 from services.rollout.state import UPDATES_BEFORE_RESTART, NodeState
 from services.rollout.weights.trainer_client import WeightId
+from tests.support.errors import raises
 
 V1, V2 = WeightId("a", 1), WeightId("a", 2)
 
@@ -237,7 +238,7 @@ def test_sglang_records_experts_only_for_routing_replay(replays: bool, tmp_path:
 
 def test_missing_sglang_is_named_before_anything_starts(tmp_path: Path) -> None:
     config = Config(rollout=RolloutSection(engine_python=str(tmp_path / "nothing")))
-    with pytest.raises(ConfigError, match=r"rollout\.engine_python"):
+    with raises(ConfigError, field="rollout.engine_python"):
         engine_command(config, Topology(), "m", "default")
 
 
@@ -275,7 +276,7 @@ def test_a_router_that_is_not_installed_is_named(
 def test_power_of_two_is_refused() -> None:
     """Both routers exit at the start with this policy unless they are given two engines; ours
     register later."""
-    with pytest.raises(ConfigError, match=r"rollout\.router_policy"):
+    with raises(ConfigError, field="rollout.router_policy"):
         load(["--rollout.router_policy", "power_of_two"], {})
 
 

@@ -33,5 +33,12 @@ def make_group(
     ]
     prompt = np.array([1, 2], np.int32)
     return Group(
-        group_id, prompt_id, "1 + 1?", "2", prompt, completions, position=position, created_at=5.0
+        id=group_id,
+        prompt_id=prompt_id,
+        prompt="1 + 1?",
+        ground_truth="2",
+        prompt_token_ids=prompt,
+        completions=completions,
+        position=position,
+        created_at=5.0,
     )

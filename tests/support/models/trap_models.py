@@ -99,9 +99,8 @@ class ScriptedEngine:
         logprobs = -0.1 - 0.01 * np.arange(len(ids), dtype=np.float32)
         finish: FinishReason = "stop" if ids[-1] == self._stop else "length"
         return Completion(
-            np.array(ids, np.int32),
-            logprobs,
-            "",
+            token_ids=np.array(ids, np.int32),
+            logprobs=logprobs,
             finish_reason=finish,
             weight_versions=[(self.version, 0, len(ids))],
         )

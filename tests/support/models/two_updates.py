@@ -102,5 +102,15 @@ async def _sampled(client: RolloutClient, prompter: Prompter, config: Config) ->
             replace(completion, reward=float(i % 2)) for i, completion in enumerate(completions)
         ]
         prompt = np.array(ids, np.int32)
-        groups.append(Group(f"g{number}", f"p{number}", "", "", prompt, rewarded, position=number))
+        groups.append(
+            Group(
+                id=f"g{number}",
+                prompt_id=f"p{number}",
+                prompt="",
+                ground_truth="",
+                prompt_token_ids=prompt,
+                completions=rewarded,
+                position=number,
+            )
+        )
     return groups

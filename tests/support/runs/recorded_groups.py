@@ -37,12 +37,12 @@ def group(
     ]
     tokens = np.array([3, 4], np.int32)
     return Group(
-        f"group-{number}",
-        f"prompt/{number % 3}",
-        prompt,
-        "5",
-        tokens,
-        completions,
+        id=f"group-{number}",
+        prompt_id=f"prompt/{number % 3}",
+        prompt=prompt,
+        ground_truth="5",
+        prompt_token_ids=tokens,
+        completions=completions,
         position=number,
         **more,
     )

@@ -114,7 +114,15 @@ def test_the_penalty_in_the_reward_has_the_gradient_of_the_divergence(
     changed = with_algorithm(config, kl_coef=0.3, kl_in="reward", **settings)
     rows = [completion(SEQUENCES[i].tolist()) for i in range(len(SEQUENCES))]
     groups = [
-        Group("g", "p", "", "", np.ones(1, np.int32), [rows[i], rows[j]]) for i, j in pairs.tolist()
+        Group(
+            id="g",
+            prompt_id="p",
+            prompt="",
+            ground_truth="",
+            prompt_token_ids=np.ones(1, np.int32),
+            completions=[rows[i], rows[j]],
+        )
+        for i, j in pairs.tolist()
     ]
     batch = batch_of(groups, changed)
     order = pairs.flatten().tolist()
@@ -133,4 +141,10 @@ def test_the_penalty_in_the_reward_has_the_gradient_of_the_divergence(
 
 
 def completion(tokens: list[int]) -> Completion:
-    return Completion(np.array(tokens, np.int32), np.zeros(T, np.float32), "", "stop", [(0, 0, T)])
+    return Completion(
+        token_ids=np.array(tokens, np.int32),
+        logprobs=np.zeros(T, np.float32),
+        text="",
+        finish_reason="stop",
+        weight_versions=[(0, 0, T)],
+    )

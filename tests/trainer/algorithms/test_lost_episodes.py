@@ -70,7 +70,16 @@ def trained(config: Config, groups: list[tuple[int, list[int]]]) -> list[Numbers
             for episode, answer in enumerate(answers)
         ]
         items.append(
-            TrainingGroup(Group(f"g{number}", str(prompt), "", "", _ONE, completions=completions))
+            TrainingGroup(
+                Group(
+                    id=f"g{number}",
+                    prompt_id=str(prompt),
+                    prompt="",
+                    ground_truth="",
+                    prompt_token_ids=_ONE,
+                    completions=completions,
+                )
+            )
         )
     batch = Batch.of(items, config)
     advantages = iter(known(compute_advantages(batch, config, 0.0)[0]))
@@ -179,7 +188,18 @@ def test_each_group_is_compared_as_if_it_were_alone(
         for episode in range(size):
             completions.append(_episode(rng, episode, sequences=1 + episode % 2))
         flat: list[Completion] = list(itertools.chain.from_iterable(completions))
-        items.append(TrainingGroup(Group(f"g{number}", "p", "", "", _ONE, completions=flat)))
+        items.append(
+            TrainingGroup(
+                Group(
+                    id=f"g{number}",
+                    prompt_id="p",
+                    prompt="",
+                    ground_truth="",
+                    prompt_token_ids=_ONE,
+                    completions=flat,
+                )
+            )
+        )
     together = known(compute_advantages(Batch.of(items, settings), settings, 0.0)[0])
     alone: list[Any] = []
     for item in items:

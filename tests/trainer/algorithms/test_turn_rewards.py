@@ -45,7 +45,10 @@ def sequence(
     marks, zeros = np.array(mask, np.int32), np.zeros(len(mask), np.float32)
     spans = [(0, 0, len(mask))]
     return Completion(
-        *(marks.copy(), zeros, "", "stop", spans),
+        token_ids=marks.copy(),
+        logprobs=zeros,
+        finish_reason="stop",
+        weight_versions=spans,
         reward=total,
         mask=marks,
         turns=turns,
@@ -72,7 +75,16 @@ def groups(seed: int, count: int, with_rewards: bool = True) -> list[TrainingGro
             )
             completions += [sequence(rng, part, total, episode) for part in parts]
         found.append(
-            TrainingGroup(Group(f"g{number}", "p", "", "", np.array([1], np.int32), completions))
+            TrainingGroup(
+                Group(
+                    id=f"g{number}",
+                    prompt_id="p",
+                    prompt="",
+                    ground_truth="",
+                    prompt_token_ids=np.array([1], np.int32),
+                    completions=completions,
+                )
+            )
         )
     return found
 
@@ -183,7 +195,18 @@ def test_a_turn_that_earned_a_reward_is_credited_and_later_turns_are_not(base_mo
     completions = [
         sequence(rng, [1.0 if i == 0 else 0.0, 0.0], 1.0 if i == 0 else 0.0, i) for i in range(SIZE)
     ]
-    items = [TrainingGroup(Group("g", "p", "", "", np.array([1], np.int32), completions))]
+    items = [
+        TrainingGroup(
+            Group(
+                id="g",
+                prompt_id="p",
+                prompt="",
+                ground_truth="",
+                prompt_token_ids=np.array([1], np.int32),
+                completions=completions,
+            )
+        )
+    ]
     made = config(base_model, algorithm__advantage="group_centred", environment__turn_discount=1.0)
     (first, *_), _ = compute_advantages(Batch.of(items, made), made, 0.0)
     length = completions[0].turns[0].end
@@ -208,7 +231,18 @@ def test_rounding_of_equal_sums_gives_no_huge_advantage(base_model: Path) -> Non
     completions = [
         sequence(rng, own, sum(each or 0.0 for each in own), i) for i, own in enumerate(parts)
     ]
-    items = [TrainingGroup(Group("g", "p", "", "", np.array([1], np.int32), completions))]
+    items = [
+        TrainingGroup(
+            Group(
+                id="g",
+                prompt_id="p",
+                prompt="",
+                ground_truth="",
+                prompt_token_ids=np.array([1], np.int32),
+                completions=completions,
+            )
+        )
+    ]
     made = config(base_model, environment__turn_discount=1.0)
     advantages, _ = compute_advantages(Batch.of(items, made), made, 0.0)
     assert 0.5 < max(float(np.abs(row).max()) for row in advantages) < 3

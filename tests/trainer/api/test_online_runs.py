@@ -345,7 +345,7 @@ def test_unsuitable_data_is_refused_before_anything_is_loaded(
         OnlineRLTrainer(fields(base_model, tmp_path), Short(), [])
     with raises(ConfigError, field="gradient_accumulation_steps"):
         OnlineRLTrainer(fields(base_model, tmp_path, max_steps=None), Short(), ROWS[:1])
-    with pytest.raises(ConfigError, match=r"field: eval_dataset"):
+    with raises(ConfigError, field="eval_dataset", value="[]"):
         OnlineRLTrainer(fields(base_model, tmp_path), Short(), ROWS, [])
     assert list(tmp_path.iterdir()) == []
 
@@ -386,5 +386,5 @@ def test_an_optimizer_keeps_its_betas_beside_settings(base_model: Path, tmp_path
 def test_a_changed_config_is_checked_again(base_model: Path, tmp_path: Path) -> None:
     config = fields(base_model, tmp_path)
     config.num_generations = 3
-    with pytest.raises(ConfigError, match="not a multiple of num_generations = 3"):
+    with raises(ConfigError, field="per_device_train_batch_size", value="8"):
         OnlineRLTrainer(config, Short(), ROWS)

@@ -19,6 +19,7 @@ from common.wire.schemas import Completion, Group, Turn
 from learning.digest import digest
 from learning.ranks import Ranks
 from tests.support.batches.groups import batch_of, make_group
+from tests.support.errors import raises
 from trainer.algorithms.batch import Batch
 from trainer.audit.comparison import compare_columns, differences
 from trainer.audit.history import UNREAD_OF_TRAINER
@@ -170,7 +171,7 @@ def test_settings_that_an_update_does_not_read_exist() -> None:
 
 
 def test_an_audit_needs_the_groups() -> None:
-    with pytest.raises(ConfigError, match="needs the groups of every step"):
+    with raises(ConfigError, field="trainer.audit"):
         load(["--trainer.audit", "true", "--trainer.keep_groups_mb", "0"], {})
 
 

@@ -16,11 +16,26 @@ def answer(tokens: list[int], logprob: float) -> Completion:
     """An answer of these tokens, each with this log-probability."""
     ids = np.array(tokens, np.int32)
     logprobs = np.full(len(tokens), logprob, np.float32)
-    return Completion(ids, logprobs, "answer", "stop", [(0, 0, len(tokens))], 1.0, True)
+    return Completion(
+        token_ids=ids,
+        logprobs=logprobs,
+        text="answer",
+        finish_reason="stop",
+        weight_versions=[(0, 0, len(tokens))],
+        reward=1.0,
+        correct=True,
+    )
 
 
 def group(*answers: Completion) -> Group:
-    return Group("g", "p", "1 + 1?", "2", np.array([1, 2], np.int32), list(answers))
+    return Group(
+        id="g",
+        prompt_id="p",
+        prompt="1 + 1?",
+        ground_truth="2",
+        prompt_token_ids=np.array([1, 2], np.int32),
+        completions=list(answers),
+    )
 
 
 def test_one_seed_for_all_answers_is_named() -> None:

@@ -151,7 +151,15 @@ def random_groups(rng: np.random.Generator, model: Any, temperature: float) -> l
             else rng.uniform(size=3).astype(np.float32)
         )
         rewards = np.full(3, rewards[0]) if rng.random() < 0.2 else rewards
-        group = Group(f"g{position}", f"p{position}", "", "", prompt, [], position=position)
+        group = Group(
+            id=f"g{position}",
+            prompt_id=f"p{position}",
+            prompt="",
+            ground_truth="",
+            prompt_token_ids=prompt,
+            completions=[],
+            position=position,
+        )
         for reward in rewards:
             length, old = (
                 int(rng.integers(1, MAX_NEW + 1)),
@@ -169,7 +177,14 @@ def random_groups(rng: np.random.Generator, model: Any, temperature: float) -> l
                 np.float32
             )
             group.completions.append(
-                Completion(tokens, sampled, "", "stop", [(old, 0, length)], float(reward))
+                Completion(
+                    token_ids=tokens,
+                    logprobs=sampled,
+                    text="",
+                    finish_reason="stop",
+                    weight_versions=[(old, 0, length)],
+                    reward=float(reward),
+                )
             )
             group.completions[-1].correct = bool(reward > 0.5)
             group.completions[-1].components = {
