@@ -69,7 +69,7 @@ class _Loads(BaseModel):
     loads: list[EngineLoad]
 
 
-async def ask_load(http: httpx.AsyncClient, url: str = "") -> list[EngineLoad] | None:
+async def ask_load(http: httpx.AsyncClient, url: str) -> list[EngineLoad] | None:
     """Returns the load of an engine's parts, none for a server that does not know the call; None
     when it does not answer.
     """
@@ -92,6 +92,8 @@ class Engines:
         self._looked_at = -math.inf
         self._loads: dict[str, list[EngineLoad] | None] = {}
         """By engine; None for one that did not answer."""
+        self._known: list[EngineLoad] = []
+        """Those of the engines that say them."""
         self._marks: dict[str, list[tuple[float, ...]]] = {}
         self.progress = 0
         """Grows as long as one of them generates; by at most 1 per look and engine."""
@@ -112,18 +114,15 @@ class Engines:
                         marks = [load.mark for load in loads]
                         self.progress += self._marks.get(url, marks) != marks
                         self._marks[url] = marks
-        return None if None in self._loads.values() else self._known()
+                self._known = [load for loads in found for load in loads or []]
+        return None if None in self._loads.values() else self._known
 
     async def room(self) -> float:
         """Returns how many more completions the engines should get now; infinite if that is not
         known.
         """
         await self.look(fresh_s=0.0)
-        known = self._known()
-        return sum(load.room for load in known) if known else math.inf
-
-    def _known(self) -> list[EngineLoad]:
-        return [load for loads in self._loads.values() for load in loads or []]
+        return sum(load.room for load in self._known) if self._known else math.inf
 
     async def _listed(self) -> list[str]:
         """Returns the healthy engines of the router; for a server that is none, its own address."""

@@ -168,7 +168,7 @@ async def _post(client: Client, body: str, deadline_s: float) -> Reply:
     """Requests episodes, again while the server is healthy: they may wait for a slot much longer
     than they run.
     """
-    headers = {"content-type": "application/json", "accept": codec.MSGPACK}
+    headers = {"accept": codec.MSGPACK}
     while True:
         try:
             return await client.request(

@@ -344,18 +344,6 @@ def _answers(body: bytes) -> list[_Answer] | _Answer:
         ) from None
 
 
-def _flattened(lists: bytes) -> list[Any]:
-    """Parses a list of lists to their items, one after the other.
-
-    Where they are numbers, the brackets between are dropped before: lists of three numbers take
-    most of the memory of an answer, which is spread over that of a long run, and so of its time.
-    """
-    if b'"' in lists:  # of texts, which may have brackets of their own
-        return list(chain.from_iterable(orjson.loads(lists)))
-    flat: list[Any] = orjson.loads(b"[%b]" % lists.translate(None, b"[]"))
-    return flat
-
-
 def _routed_experts(meta: dict[str, Any], completion: Completion) -> UInt8:
     """Reads the experts of a row from SGLang's answer: int32 [P + L - 1, layers, top_k] in base64.
 
@@ -483,8 +471,14 @@ def _sampled(answer: _Answer) -> tuple[Int32, Float32, bool]:
     """Returns the tokens, their log-probabilities, and whether the answer's two lists of tokens are
     the same.
     """
-    # Log-probability, token and token text alternate.
-    flat = _flattened(bytes(answer.meta_info["output_token_logprobs"]))
+    lists = bytes(answer.meta_info["output_token_logprobs"])
+    flat: list[Any]  # log-probability, token and token text alternate
+    if b'"' in lists:  # of texts, which may have brackets of their own
+        flat = list(chain.from_iterable(orjson.loads(lists)))
+    else:
+        # Parsed without the brackets between: lists of three numbers take most of the memory of an
+        # answer, which is spread over that of a long run, and so of its time.
+        flat = orjson.loads(b"[%b]" % lists.translate(None, b"[]"))
     ids = flat[1::3]
     listed = bytes(answer.output_ids)
     # Most engines write no spaces; then the text is the same too.

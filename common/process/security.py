@@ -157,11 +157,11 @@ def check_certificate(files: Tls) -> None:
         ) from None
 
 
-def trusted(env: Mapping[str, str] | None = None) -> ssl.SSLContext:
+def trusted() -> ssl.SSLContext:
     """Returns the TLS context of clients: it verifies names and dates, against TLS_CA if set.
     Raises ConfigError.
     """
-    authority = tls(env).authority
+    authority = tls().authority
     try:
         return ssl.create_default_context(cafile=authority or None)
     except (ssl.SSLError, OSError) as error:

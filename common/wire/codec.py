@@ -10,7 +10,7 @@ import gc
 import json
 import re
 import reprlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Annotated, Any, TypeVar, get_args
 
@@ -251,16 +251,12 @@ def _problems(value: object) -> _Problems:
         case Group():
             yield from _of_group(value)
         case Groups() | TakenGroups() | SampledGroups():
-            yield from _of_items("groups", value.groups, _of_group)
+            for i, group in enumerate(value.groups):
+                for path, reason in _of_group(group):
+                    yield f".groups[{i}]{path}", reason
             if isinstance(value, SampledGroups):
                 groups = len(value.groups)
                 yield from _of_length(groups, "groups need as many weights", weights=value.weights)
-
-
-def _of_items(name: str, items: Sequence[_T], problems: Callable[[_T], _Problems]) -> _Problems:
-    for i, item in enumerate(items):
-        for path, reason in problems(item):
-            yield f".{name}[{i}]{path}", reason
 
 
 def _of_length(length: int, reason: str, **arrays: Float32 | Int32 | None) -> _Problems:
@@ -271,7 +267,9 @@ def _of_length(length: int, reason: str, **arrays: Float32 | Int32 | None) -> _P
 
 
 def _of_group(group: Group) -> _Problems:
-    yield from _of_items("completions", group.completions, _of_completion)
+    for i, completion in enumerate(group.completions):
+        for path, reason in _of_completion(completion):
+            yield f".completions[{i}]{path}", reason
     yield from _of_routed_experts(group)
 
     episodes = {completion.episode for completion in group.completions}

@@ -71,14 +71,12 @@ class Worker(OneThread):
         """Waits until groups have arrived since `seen` was read and `count` are fresh, at most
         `timeout_s` seconds.
         """
-
-        def may_be_enough() -> bool:
-            fresh, _ = self.buffer.store.committed["fresh"]
-            return self._arrivals != seen and fresh >= count
-
+        store = self.buffer.store
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s), self._arrived:
-                await self._arrived.wait_for(may_be_enough)
+                await self._arrived.wait_for(
+                    lambda: self._arrivals != seen and store.committed["fresh"][0] >= count
+                )
 
     async def close(self) -> None:
         """Closes the buffer and stops the thread."""

@@ -60,7 +60,7 @@ class _Refused(Exception):
         self.remedy = remedy
 
 
-def parse_test(text: str, where: str, entry_point: str = "") -> Case:
+def parse_test(text: str, where: str, entry_point: str) -> Case:
     """Returns the case of a Python test.
 
     `assert f(…) == literal` is compared outside the sandbox, which never sees the literal.

@@ -92,7 +92,7 @@ def first_factor(seed: int, name: str, shape: Sequence[int]) -> Tensor:
     return torch.empty(tuple(shape)).uniform_(-bound, bound, generator=generator)
 
 
-def load_policy(config: Config, ranks: Ranks, directory: Path | None = None) -> Scorer:
+def load_policy(config: Config, ranks: Ranks, directory: Path | None) -> Scorer:
     """Loads `config.model.name` or the checkpoint `directory`, with an adapter when `lora.rank` is
     set.
 
