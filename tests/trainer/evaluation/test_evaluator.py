@@ -14,6 +14,7 @@ from common.clients.engines import GeneratingClient
 from common.clients.rollout import GenerationFailed
 from common.errors import ConfigError
 from common.process.loop_thread import LoopThread
+from common.prompts.prompter import TokenisedPrompt
 from common.settings.config import Config
 from common.wire.schemas import Prompt, RewardItem, RewardResult
 from trainer.evaluation import generators
@@ -78,11 +79,8 @@ class Words:
 
     stop_token_ids = (0,)
 
-    def token_ids(self, prompt: Prompt) -> list[int]:
-        return [int(prompt.ground_truth)]
-
-    def answer_start(self, prompt: Prompt) -> str:
-        return "> "
+    def tokenised(self, prompts: Sequence[Prompt]) -> list[TokenisedPrompt]:
+        return [TokenisedPrompt([int(prompt.ground_truth)], "> ") for prompt in prompts]
 
 
 def evaluated(
