@@ -121,7 +121,8 @@ class PromptStream(SqliteStore):
                 if shuffle and self._curriculum:
                     self._curriculum.draw(db, position, count)
                 if request_id is not None:
-                    self._remember(request_id, stream, position=position, count=count)
+                    drawn = {"stream": stream, "position": position, "count": count}
+                    self.remember(_CALL, request_id, drawn)
 
             if not shuffle:
                 places = [i % len(self.prompts) for i in range(position, position + count)]
@@ -193,7 +194,8 @@ class PromptStream(SqliteStore):
             if request_id is not None:
                 if self._repeated(request_id, _SEEK, count=0) is not None:
                     return
-                self._remember(request_id, _SEEK, position=position, count=0)
+                moved = {"stream": _SEEK, "position": position, "count": 0}
+                self.remember(_CALL, request_id, moved)
             _, served = self._cursor(db, _SHUFFLED)
             self._set_cursor(db, _SHUFFLED, position, served)
             db.execute(
@@ -248,9 +250,6 @@ class PromptStream(SqliteStore):
                 remedy="repeat that request unchanged, or use a new request_id",
             )
         return int(answer["position"])
-
-    def _remember(self, request_id: str, stream: str, *, position: int, count: int) -> None:
-        self.remember(_CALL, request_id, {"stream": stream, "position": position, "count": count})
 
     # ------------------------------------------------------------ the file
 
