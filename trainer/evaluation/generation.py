@@ -75,41 +75,19 @@ class TokenGenerator:
     ) -> list[GeneratedAnswer]:
         config = self._config
         (tokenised,) = self._prompter.tokenised([prompt])
-        prompt_ids = tokenised.token_ids
         parameters = sampling_of(config, greedy)
         async with self._slots:
             answers = await self._client.answers(
-                prompt_ids,
+                tokenised.token_ids,
                 n=n,
-                max_new_tokens=self._room(prompt, len(prompt_ids)),
+                max_new_tokens=self._room(prompt, len(tokenised.token_ids)),
                 temperature=parameters.pop("temperature"),
                 stop_token_ids=self._prompter.stop_token_ids,
                 sampling_seed=sampling_seed(config.seed, SEED_OFFSET + index),
                 parameters=parameters,
                 logprobs=False,
             )
-        return [self._parsed(prompt, tokenised.answer_start, answer) for answer in answers]
-
-    def _parsed(self, prompt: Prompt, start: str, answer: Any) -> GeneratedAnswer:
-        """Returns an answer of `/generate`, whose text begins with `start`. Raises GenerationFailed
-        when it is incomplete.
-        """
-        try:
-            text = start + answer["text"]
-            meta = answer["meta_info"]
-            finish_reason = meta["finish_reason"]["type"]
-            tokens = int(meta["completion_tokens"])
-        except (KeyError, TypeError, ValueError) as error:
-            raise GenerationFailed(
-                f"this is not an answer of /generate: {error!r}", value=answer
-            ) from None
-        return finished(
-            prompt,
-            text,
-            finish_reason,
-            tokens=tokens,
-            token_ids=answer.get("output_ids"),
-        )
+        return [_parsed(prompt, tokenised.answer_start, answer) for answer in answers]
 
     def _room(self, prompt: Prompt, length: int) -> int:
         """Returns how many tokens an answer to a prompt of `length` tokens may have."""
@@ -126,6 +104,28 @@ class TokenGenerator:
                 remedy="leave it out, or use a model with a longer context",
             )
         return min(longest, room)
+
+
+def _parsed(prompt: Prompt, start: str, answer: Any) -> GeneratedAnswer:
+    """Returns an answer of `/generate`, whose text begins with `start`. Raises GenerationFailed
+    when it is incomplete.
+    """
+    try:
+        text = start + answer["text"]
+        meta = answer["meta_info"]
+        finish_reason = meta["finish_reason"]["type"]
+        tokens = int(meta["completion_tokens"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise GenerationFailed(
+            f"this is not an answer of /generate: {error!r}", value=answer
+        ) from None
+    return finished(
+        prompt,
+        text,
+        finish_reason,
+        tokens=tokens,
+        token_ids=answer.get("output_ids"),
+    )
 
 
 def finished(
