@@ -133,7 +133,7 @@ def test_a_package_that_is_too_old_is_bundled_and_torch_never() -> None:
     installed = packages_of_the_machine()
     assert "rich" in missing({**installed, "rich": Version("13.0")}, "3.12")
     assert "torch" not in missing({**installed, "torch": Version("2.11.0+cu130")}, "3.12")
-    with pytest.raises(ConfigError, match=r"that machine has torch 2\.9"):
+    with raises(ConfigError, field="--installed", value="torch"):
         missing({**installed, "torch": Version("2.9")}, "3.12")
     del installed["transformers"]
     with raises(ConfigError, field="--installed", value="transformers"):

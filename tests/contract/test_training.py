@@ -161,7 +161,7 @@ async def test_contract_weights_are_loaded_as_the_agent_does_it(
         rtol=0,
         atol=TOLERANCE,
     )
-    with pytest.raises(LoadFailed, match="instead of 102"):
+    with raises(LoadFailed, field="weight_version", value="101"):
         await engine.confirm("102")
 
 

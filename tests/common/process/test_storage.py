@@ -234,9 +234,7 @@ def test_a_checkpoint(disk: Disk) -> None:
     with Checkpoints(disk.path, Ranks(), 3) as checkpoints:
         first = save(1, 400)
         save(2, 900)
-        with pytest.raises(
-            CheckpointFailed, match=r"could not be written: .*(No space left|disk|write)"
-        ) as caught:
+        with raises(CheckpointFailed, code="checkpoint_failed", field="trainer.run_dir") as caught:
             checkpoints.wait()
         assert (caught.value.field, caught.value.value) == ("trainer.run_dir", str(disk.path))
         assert list(disk.path.iterdir()) == [first]  # no partial file of step 2 fills the disk
