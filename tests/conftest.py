@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 from common.process import logs
 from tests.support.paths import ROOT
@@ -24,8 +24,13 @@ if TYPE_CHECKING:
 # Nothing that the imports make is garbage. With the default of 700 tests take a tenth longer, too.
 gc.disable()
 gc.set_threshold(50_000)
-# Every run has the same examples; `make fuzz` looks for new ones.
-settings.register_profile("repeatable", derandomize="FUZZ_SECONDS" not in os.environ, deadline=None)
+# Every run has the same examples; `make fuzz` looks for new ones. A busy machine makes them slowly.
+settings.register_profile(
+    "repeatable",
+    derandomize="FUZZ_SECONDS" not in os.environ,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
+)
 settings.load_profile("repeatable")
 if not Path("/dev/nvidiactl").exists():
     # Triton's kernels then run in its interpreter, which must be chosen before Triton is imported.

@@ -1,5 +1,6 @@
 """A real job group is diagnosed while one of its ranks is stopped, after that rank was killed, and when it has ended."""
 
+import contextlib
 import json
 import signal
 import subprocess
@@ -57,9 +58,10 @@ def rank_one(group: LocalRun) -> psutil.Process:
     """Returns the second rank, which is the only process of its node that torchrun started."""
     found = []
     for process in group.marked():
-        environment = process.environ()
-        if environment.get("RANK") == "1" and "LOCAL_RANK" in environment:
-            found.append(process)
+        with contextlib.suppress(psutil.NoSuchProcess):  # it ended meanwhile
+            environment = process.environ()
+            if environment.get("RANK") == "1" and "LOCAL_RANK" in environment:
+                found.append(process)
     (rank,) = found
     return rank
 

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.integration
 relaxed = settings(
     max_examples=100 * max(1, SECONDS),
     deadline=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 ODD = [
     "1e999",

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 import uuid
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -124,7 +125,8 @@ def test_a_run_is_started_watched_repaired_stopped_continued_and_handed_over(
             assert marked(group.mark) == []
     finally:
         for pid in marked(group.mark):
-            os.kill(pid, signal.SIGKILL)
+            with suppress(ProcessLookupError):  # it ended with its parent
+                os.kill(pid, signal.SIGKILL)
     lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
     with journey.part("hands over a report"):

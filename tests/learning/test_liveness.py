@@ -9,7 +9,7 @@ import threading
 import time
 import uuid
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import pytest
@@ -118,7 +118,8 @@ class Nodes:
             process.send_signal(number)
         else:
             for pid in sorted(marked(f"{self.mark}-{node}")):
-                os.kill(pid, number)
+                with suppress(ProcessLookupError):  # it ended with torchrun
+                    os.kill(pid, number)
 
     def _log(self, node: int) -> Path:
         return self.directory / f"node{node}.txt"

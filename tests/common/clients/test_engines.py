@@ -20,7 +20,7 @@ from tests.support.engines.modelled_engine import modelled
 from tests.support.processes.ports import free_port
 from trainer.rollouts.engine_room import EngineRoom
 
-LIMIT_S = 1.0
+LIMIT_S = 3.0
 TOKENS = 20
 ONE: dict[str, Any] = {"n": 1, "max_new_tokens": TOKENS, "temperature": 1.0, "stop_token_ids": []}
 
@@ -114,7 +114,7 @@ async def test_answers_may_queue_for_longer_than_the_limit_while_the_engine_gene
 @pytest.mark.integration
 async def test_one_answer_may_take_longer_than_the_limit() -> None:
     async with (
-        modelled(slots=4, step_s=0.2) as served,
+        modelled(slots=4, step_s=3 * LIMIT_S / TOKENS) as served,
         RolloutClient("rollout-server", served.url, deadline_s=LIMIT_S) as client,
     ):
         (answer,) = await client.answers([1], **ONE)
@@ -251,7 +251,7 @@ async def test_a_service_that_gets_on_with_a_call_may_take_longer_than_its_limit
     @app.post("/work")
     async def work() -> dict[str, str]:
         for _ in range(25):
-            await asyncio.sleep(0.1)
+            await asyncio.sleep(LIMIT_S / 10)
             if advances:
                 progress.moved()
         return {"status": "done"}

@@ -111,7 +111,12 @@ def descendants() -> list[psutil.Process]:
 
 def workers() -> list[psutil.Process]:
     """Returns the graders, which are children of the process that forks them."""
-    return [p for p in descendants() if p.ppid() != os.getpid()]
+    found = []
+    for process in descendants():
+        with contextlib.suppress(psutil.Error):  # it ended meanwhile
+            if process.ppid() != os.getpid():
+                found.append(process)
+    return found
 
 
 async def until(condition: object, limit_s: float = 400) -> None:
@@ -294,7 +299,8 @@ async def test_a_worker_killed_while_it_grades_is_an_error_and_not_a_zero() -> N
 async def test_the_process_that_forks_graders_is_replaced_too(grader: RewardService) -> None:
     parents = {worker.ppid() for worker in workers()}
     for process in [*parents, *(worker.pid for worker in workers())]:
-        os.kill(process, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):  # it ended with its parent
+            os.kill(process, signal.SIGKILL)
     await asyncio.sleep(0.5)
     results = await grader.score([boxed("x+1", "1+x")] * 2)
     assert all(result.correct for result in results)

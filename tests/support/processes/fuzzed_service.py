@@ -4,7 +4,7 @@ import os
 import subprocess
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import httpx
@@ -46,12 +46,11 @@ class Service:
     def memory_mb(self) -> float:
         """Returns the resident memory of the process and its children."""
         main = psutil.Process(self.process.pid)
-        return (
-            float(
-                sum(process.memory_info().rss for process in (main, *main.children(recursive=True)))
-            )
-            / 1e6
-        )
+        size = main.memory_info().rss
+        for process in main.children(recursive=True):
+            with suppress(psutil.NoSuchProcess):  # it ended meanwhile
+                size += process.memory_info().rss
+        return float(size) / 1e6
 
     def close(self) -> None:
         self.http.close()
