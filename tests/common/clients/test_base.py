@@ -112,7 +112,7 @@ async def test_an_attempt_cut_off_by_the_deadline_does_not_hide_the_reason_befor
         raise httpx.ReadTimeout("", request=request)
 
     async with Client(
-        "thing", "http://thing", transport=httpx.MockTransport(answer), deadline_s=1
+        "thing", "http://thing", transport=httpx.MockTransport(answer), deadline_s=4
     ) as client:
         with pytest.raises(
             Unreachable, match="thing did not answer GET /work in time: HTTP 503: disk full"
