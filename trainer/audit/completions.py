@@ -131,10 +131,13 @@ class Completions:
         """Compares what was sampled again with the recorded tokens."""
         self._tokens += len(span.tokens)
         at = sampled.first_other(span)
-        if at is None and span.logprobs.tobytes() != sampled.logprobs.tobytes():
-            self._rounded += len(span.tokens)
-            if self._is_exact:
-                at = int(np.flatnonzero(span.logprobs != sampled.logprobs)[0])
+        if at is None:
+            # By their bits, in which 0.0 is not -0.0.
+            apart = span.logprobs.view(np.int32) != sampled.logprobs.view(np.int32)
+            if apart.any():
+                self._rounded += len(span.tokens)
+                if self._is_exact:
+                    at = int(apart.argmax())
         # The first one is told; those after it may follow from it.
         if at is None or self._difference is not None:
             return

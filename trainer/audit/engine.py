@@ -160,12 +160,7 @@ class AuditEngine:
         # The engine refuses more than the limit, which is here the length of the answer.
         if "min_new_tokens" in sampling:
             sampling["min_new_tokens"] = min(limit, sampling["min_new_tokens"])
-        body = GenerateBody(
-            input_ids=span.request.prompt,
-            sampling_params=SamplingParams(**sampling),
-            return_logprob=True,
-            return_sampling_mask=self._truncates,
-        )
+        body = GenerateBody(sampling_params=SamplingParams(**sampling), return_logprob=True)
         (job,) = body.jobs([span.request.prompt], self._model)
         job.start(0)
         # As if the engine had been stopped there, to load these weights.
