@@ -7,6 +7,9 @@ tried in a process of its own, forked after all imports, by the quick tests that
 function: those that notice nothing are printed. What is only wording is not changed: strings with
 a space, log lines, docstrings and annotations.
 
+A function that has made a table while its module was imported has no effect any more: a change of
+it that nothing has noticed is tried once more by all tests in a new Python process.
+
 What a test forks has the change, and counts as reached. Everything happens in a copy of the
 checkout, where the changed file has the change, too: the Python processes that a test starts read
 it. Which tests start one that reaches the function is not known.
@@ -23,6 +26,7 @@ import contextlib
 import functools
 import gc
 import importlib
+import inspect
 import mmap
 import os
 import pickle
@@ -113,8 +117,18 @@ class _Mutants:
         self._functions: dict[_Key, list[FunctionType]] = defaultdict(list)
         self._is_slow = is_slow
         self._is_setup = False
+        self._imported: set[_Key] = set()
+        """The functions that ran while the modules were imported."""
+        self.words: list[str] = []
+        """The options and tests of pytest."""
         self.problem = ""
         """Why no change could be tried; empty if all is well."""
+
+    def imports(self, frame: FrameType, event: str, _: Any) -> None:
+        """Notes the functions that run, as a trace of all until the tests are collected."""
+        code = frame.f_code
+        if code.co_filename in self._files and code.co_flags & inspect.CO_OPTIMIZED:
+            self._imported.add(_key(code))
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_setup(self) -> Iterator[None]:
@@ -125,6 +139,7 @@ class _Mutants:
             self._is_setup = False
 
     def pytest_runtestloop(self, session: pytest.Session) -> bool:
+        sys.settrace(None)
         if session.testsfailed:
             self.problem = "a file of tests cannot be collected"
             return True
@@ -154,7 +169,10 @@ class _Mutants:
         for number, change in enumerate(self.drawn):
             tests = self._tests(session, change, reached)
             with self._on_disk(change, number):
-                if not tests or not self._notices(session, change, tests, reached):
+                is_noticed = bool(tests) and self._notices(session, change, tests, reached)
+                if not is_noticed and not self._imported.isdisjoint(self._changed(change)):
+                    is_noticed = self._fails_anew(sum(reached.seconds.values()))
+                if not is_noticed:
                     self.survivors.append((change, len(tests)))
         return True
 
@@ -239,22 +257,45 @@ class _Mutants:
             old = known.get(_key(code))
             if old is not None and old != code and code.co_name != "<module>":
                 found[_key(code)] = code
+        # A default belongs to the function's object: its code stays the same.
+        function = operators.function_of_default(change, tree)
+        if function is not None:
+            first = min([function, *function.decorator_list], key=lambda node: node.lineno)
+            for key, code in known.items():
+                if key[2] == first.lineno and code.co_name == function.name:
+                    found[key] = code
         return found
 
     def _notices(
         self, session: pytest.Session, change: Change, tests: list[int], reached: _Reached
     ) -> bool:
         codes = self._changed(change)
+        changed = operators.function_of_default(change, self._trees[str(change.path)])
         seconds = sum(reached.seconds[index] for index in tests)
 
         def run() -> int:
             # The functions exist already, and may have been handed on: only their code changes.
-            for key, code in codes.items():
-                for function in self._functions[key]:
-                    function.__code__ = code
+            with change.made():
+                for key, code in codes.items():
+                    for function in self._functions[key]:
+                        function.__code__ = code
+                        if changed is not None:
+                            set_defaults(function, changed.args)
             return _run(session, tests)
 
         return _fails(run, seconds)
+
+    def _fails_anew(self, seconds: float) -> bool:
+        """Returns whether the tests, which took `seconds`, fail in a new process."""
+        command = [sys.executable, "-m", "pytest", "-x", *self.words]
+        limit = 3 * _WALL_S + _TIMES * seconds
+        try:
+            done = subprocess.run(
+                command, cwd=ROOT, capture_output=True, timeout=limit, check=False
+            )
+        except subprocess.TimeoutExpired:
+            return True
+        return done.returncode != 0
 
     def _sees(self, session: pytest.Session, reached: _Reached) -> bool:
         """Returns whether the tests fail when every function raises that one of them reaches."""
@@ -270,6 +311,20 @@ class _Mutants:
 
         # Most tests fail at once, but some wait for what will never come.
         return _fails(run, min(20.0, sum(reached.seconds.values())))
+
+
+def set_defaults(function: FunctionType, arguments: ast.arguments) -> None:
+    """Gives a function the defaults of its changed source."""
+
+    def evaluated(node: ast.expr) -> Any:
+        code = compile(ast.Expression(node), function.__code__.co_filename, "eval")
+        return eval(code, function.__globals__)  # noqa: S307
+
+    if arguments.defaults:
+        function.__defaults__ = tuple(map(evaluated, arguments.defaults))
+    named = zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
+    found = {argument.arg: evaluated(node) for argument, node in named if node is not None}
+    function.__kwdefaults__ = found or None
 
 
 def _may_start_processes(item: pytest.Item) -> bool:
@@ -387,7 +442,9 @@ def main() -> None:
     mutants = _Mutants(files, arguments.count, arguments.seed, is_slow=arguments.slow)
     tests = arguments.tests or functools.reduce(list.__add__, map(tests_of, arguments.rooms))
     options = ["-q", "--tb=no", "-n", "0", "-m", "not long" if arguments.slow else "not slow"]
-    status = pytest.main([*options, *dict.fromkeys(tests)], plugins=[mutants])
+    mutants.words = [*options, *dict.fromkeys(tests)]
+    sys.settrace(mutants.imports)
+    status = pytest.main(mutants.words, plugins=[mutants])
     if status or mutants.problem:
         raise SystemExit(mutants.problem or int(status))
     for change, reaching in sorted(mutants.survivors, key=lambda each: str(each[0])):

@@ -60,8 +60,8 @@ _PAIRS = (
 )
 _SWAPPED = dict(_PAIRS) | {second: first for first, second in _PAIRS}
 _LOGS = ("log", "_log", "logger")
-_WORDING = ("remedy", "help", "description")
-"""Keywords whose values are for people."""
+_WORDING = ("remedy", "help", "description", "encoding")
+"""Keywords whose values are for people, or are what Linux takes without them."""
 
 
 @dataclass
@@ -122,6 +122,16 @@ def changes(path: Path, tree: ast.Module) -> Iterator[Change]:
                 yield Change(path, line, owner, field, index, new)
 
 
+def function_of_default(
+    change: Change, tree: ast.Module
+) -> ast.FunctionDef | ast.AsyncFunctionDef | None:
+    """Returns the function of a file of which a change makes a default different, if any."""
+    for function in _outermost_functions(tree):
+        if any(node is change.owner for node in ast.walk(function.args)):
+            return function
+    return None
+
+
 def _outermost_functions(node: ast.AST) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
@@ -136,9 +146,16 @@ def _without_wording(node: ast.AST) -> Iterator[ast.AST]:
     for name, value in ast.iter_fields(node):
         if name in ("annotation", "returns", "decorator_list", "type_params"):
             continue
+        if name == "args" and _is_cast(node):
+            value = value[1:]
         for child in value if isinstance(value, list) else [value]:
             if isinstance(child, ast.AST) and not _is_wording(child):
                 yield from _without_wording(child)
+
+
+def _is_cast(node: ast.AST) -> bool:
+    """Returns whether the first argument of a call is only a type."""
+    return isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "cast"
 
 
 def _is_wording(node: ast.AST) -> bool:
@@ -210,7 +227,9 @@ def _values(node: ast.AST) -> Iterator[tuple[str, int | None, Any]]:
             yield "value", None, f"{text}?"
         case ast.Call(args=args, keywords=keywords):
             for index, value in enumerate(args):
-                if not isinstance(value, ast.Starred | ast.Constant) and not _is_wording(value):
+                is_type = index == 0 and _is_cast(node)
+                is_value = not isinstance(value, ast.Starred | ast.Constant)
+                if is_value and not is_type and not _is_wording(value):
                     yield "args", index, _constant(None, value)
             for index, keyword in enumerate(keywords):
                 if keyword.arg and keyword.arg not in _WORDING:
