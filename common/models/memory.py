@@ -479,7 +479,7 @@ _FIXED_TOKENS = {False: 1200, True: 1800}
 """What a pass costs beside its tokens, in tokens, with each value of
 `parallel.reshard_after_forward`: casts and copies of weights and gradients, and smaller products
 (fitted to `benchmarks.roofline` for 7B in passes of 4,096 to 12,288 tokens)."""
-_PASSES = (2048, 4096, 8192, 16_384, 32_768)
+_PASSES = range(2048, 32_768 + 1, 2048)
 """Tokens of passes that short answers fill."""
 _LONG_ANSWER = 4096
 """From this length on, in tokens, answers leave much of a pass empty that is no multiple of it."""
