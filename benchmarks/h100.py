@@ -9,6 +9,8 @@ length of its rows, and copies.
 - Attention: figures 5 and 6 of FlashAttention-3 (arXiv:2407.08608); forward with a causal mask,
   backward without one.
 - Copies: 3.0 TB/s of 3.35 for a large copy.
+- Transfers among the eight GPUs of a node: 360 GB/s of 450 into each, which is what NCCL's authors
+  expect of large gathers (NVIDIA/nccl-tests, issue 326).
 """
 
 import math
@@ -18,6 +20,8 @@ PEAK = 989e12
 """FLOPs per second, from the data sheet."""
 BANDWIDTH = 3.0e12
 """Bytes per second of a large copy."""
+LINK = 360e9
+"""Bytes per second into a GPU from the others of its node."""
 _BEST = 0.826
 """Share of the peak of large products."""
 _TILE_COST = 153

@@ -38,7 +38,7 @@ from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import flop_registry
+from torch.utils.flop_counter import flop_registry, register_flop_formula
 
 from benchmarks.command import command_parser
 from benchmarks.h100 import BANDWIDTH, PEAK, gemm_share
@@ -175,6 +175,17 @@ def product_share(sizes: Sequence[int], flops: float) -> float:
     columns = sizes[-1]
     rows = math.prod(sizes[:-1])
     return gemm_share(rows, columns, terms=flops / 2 / rows / columns)
+
+
+def _grouped_flops(rows: Any, weights: Any, *_: object, **__: object) -> int:
+    """Returns the FLOPs of a grouped product: every row takes part in one, whatever the groups."""
+    flops: int = 2 * math.prod(rows) * weights[-1]
+    return flops
+
+
+_GROUPED = torch.ops.aten._grouped_mm
+if _GROUPED not in flop_registry:  # a later torch may count it itself
+    register_flop_formula(_GROUPED)(_grouped_flops)
 
 
 def kernel_flops(func: Any, args: Any, kwargs: Any, out: Any) -> float:

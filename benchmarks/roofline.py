@@ -10,7 +10,8 @@ torch operation is a kernel that reads its inputs and writes its outputs; when c
 whatever Inductor's scheduler fuses. Head, optimiser and FSDP are counted by hand, from
 `trainer/policy/logprobs.py` and torch. A kernel takes as long as its bytes or its FLOPs at the
 speed that was measured for its shape (`benchmarks/h100.py`), whichever is longer, and at least 4 µs
-in eager mode. Transfers between GPUs are assumed to be hidden behind computation.
+in eager mode. Weights and gradients travel between GPUs while they compute, and take the time by
+which this is longer; the experts' tokens travel while they wait.
 
 The sum of the kernels is a lower bound. `--anchors` counts published runs in the same way; what
 they took beyond it is the median `BEYOND` by which the times of our updates are multiplied. MFU
@@ -24,6 +25,7 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
+from itertools import product
 from typing import Any, Literal
 from unittest.mock import patch
 
@@ -35,16 +37,23 @@ from torch._functorch.aot_autograd import make_boxed_func
 from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
 from benchmarks.command import command_parser, figures_table
-from benchmarks.h100 import PEAK, attention_share, gemm_share
+from benchmarks.h100 import LINK, PEAK, attention_share, gemm_share
 from benchmarks.rehearsal import Cost, kernel_flops, kernel_tensors, product_share, touched
 from benchmarks.update import SHAPES
-from common.models.memory import FITS_SHARE, ModelShape, fastest_fit
+from common.models.memory import FITS_SHARE, ModelShape, fastest_fit, sums_once
 from common.settings.config import load
 from common.settings.sections import TrainerSection
 from learning import attention, sharding
+from learning.experts import expert_modules
 from learning.layout import Packed, layout_for
 
 BEYOND = 1.33
@@ -113,6 +122,20 @@ MODELS: dict[str, tuple[Any, int]] = {
             vocab_size=128_256,
             tie_word_embeddings=False,
             **_LONG,
+        ),
+        8,
+    ),
+    "30B-A3B": (
+        Qwen3MoeConfig(
+            hidden_size=2048,
+            moe_intermediate_size=768,
+            num_experts=128,
+            num_experts_per_tok=8,
+            norm_topk_prob=True,
+            num_hidden_layers=48,
+            num_attention_heads=32,
+            num_key_value_heads=4,
+            **(_QWEN3 | {"tie_word_embeddings": False}),
         ),
         8,
     ),
@@ -289,6 +312,10 @@ class Variant:
     flash: Literal["2", "3"] = "2"
     gathers_once: bool = False
     """Whether sharded weights stay gathered until the end of an update."""
+    expert_ranks: int = 1
+    """How many ranks share out the experts of a layer."""
+    tokens: int | None = None
+    """Tokens of a micro-batch; None: those that are compared."""
 
 
 Rows = tuple[list[Any], list[Any]]
@@ -309,13 +336,19 @@ def predicted(
     one = config.__class__(
         **{**config.to_dict(), "num_hidden_layers": 1, "layer_types": None, "vocab_size": 100}
     )
-    layer = layer_cost(one, layout, variant.settings)
+    layer = layer_cost(one, layout, variant.settings, variant.expert_ranks)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(one).model
         layer_size = sum(p.numel() for p in model.layers.parameters())
+        experts = sum(p.numel() for module in expert_modules(model) for p in module.parameters())
+    used_size = layer_size
+    if experts:
+        used_size -= experts - experts * config.num_experts_per_tok // config.num_experts
     matrix = config.vocab_size * width
     outer = matrix * (1 if config.tie_word_embeddings else 2)
     parameters = layers * layer_size + outer
+    # Those that a rank has while it computes, when others have some of the experts.
+    held = parameters - layers * (experts - experts // variant.expert_ranks)
     pairs = attention_pairs(prompts, completions)
     attention_flops = 4.0 * config.num_attention_heads * head_size * pairs
     mean_length = 2 * pairs / length
@@ -334,8 +367,8 @@ def predicted(
         gathers = 1.0 / micro_batches
     if variant.sharded:
         # A rank casts its share, copies the gathered weights, and copies, casts and adds gradients.
-        copies.add((4 + 2) / ranks * parameters + 4 * parameters, times=gathers)
-        copies.add((2 + 4) * parameters + (12 + (8 if ranks == 1 else 0)) / ranks * parameters)
+        copies.add((4 + 2) / ranks * parameters + 4 * held, times=gathers)
+        copies.add((2 + 4) * held + (12 + (8 if ranks == 1 else 0)) / ranks * parameters)
     else:  # autocast casts once; gradients are cast and added
         copies.add((4 + 2) * parameters)
         copies.add((2 + 4 + 12) * parameters)
@@ -350,10 +383,30 @@ def predicted(
         "copies": copies.seconds,
         "AdamW": optimizer.seconds,
     }
-    flops = (
-        6.0 * layers * layer_size * length + 6.0 * matrix * scored + 3 * layers * attention_flops
-    )
+    if variant.sharded and ranks > 1:
+        gathered = held
+        if variant.expert_ranks == ranks:  # nobody else has a rank's experts
+            gathered -= layers * experts // ranks
+        sums = 1.0 / micro_batches if sums_once(parameters, ranks) else 1.0
+        moved = (2 * gathers + 4 * sums) * gathered * (ranks - 1) / ranks
+        exchanged = layers * exchange_bytes(config, length, variant)
+        computing = sum(parts.values())
+        parts["transfers"] = max(0.0, moved / LINK - computing) + exchanged / LINK
+    flops = 6.0 * layers * used_size * length + 6.0 * matrix * scored + 3 * layers * attention_flops
     return parts | {"total": sum(parts.values()), "flops": flops, "tokens": float(length)}
+
+
+def exchange_bytes(config: Any, tokens: int, variant: Variant) -> float:
+    """Returns the bytes that a rank sends for the experts of a layer: each token once to every
+    other rank that owns one of its experts, and their sum back, in every pass.
+    """
+    ranks = variant.expert_ranks
+    if ranks == 1:
+        return 0.0
+    visits = (ranks - 1) * (1 - (1 - 1 / ranks) ** config.num_experts_per_tok)
+    passes = 3 if variant.settings.activation_checkpointing is True else 2
+    sent: float = passes * tokens * visits * 2 * 2 * config.hidden_size
+    return sent
 
 
 def mfu(found: dict[str, float]) -> float:
@@ -388,8 +441,44 @@ def whole_rows(tokens: int, count: int = 1) -> Rows:
     return prompts, completions
 
 
-def layer_cost(config: Any, layout: Packed, settings: TrainerSection) -> Cost:
-    """Counts one decoder layer, forward and backward, in bfloat16."""
+def divided_experts_cost(experts: Any, tokens: int, config: Any, ranks: int, passes: int) -> Cost:
+    """Counts the experts of one of `ranks` ranks, forward and backward, for as many tokens as every
+    rank has, evenly routed: those of a module, uncompiled, and what `learning.experts` does around
+    it.
+    """
+    width = config.hidden_size
+    chosen = config.num_experts_per_tok
+    arrived = round(tokens * ranks * (1 - (1 - 1 / ranks) ** chosen))
+    pairs = tokens * chosen
+    experts.num_experts //= ranks
+    for name, parameter in list(experts.named_parameters()):
+        own = parameter[: experts.num_experts].detach()
+        setattr(experts, name, torch.nn.Parameter(torch.empty_like(own)))
+    rows = torch.empty(pairs, width, dtype=torch.bfloat16, requires_grad=True)
+    index = torch.empty(pairs, 1, dtype=torch.int64)
+    weights = torch.empty(pairs, 1, dtype=torch.bfloat16)
+
+    cost = Cost()
+    for _ in range(passes - 2):
+        with Eager() as forward:
+            experts(rows, index, weights)
+        cost += forward.cost
+    with Eager() as both:
+        experts(rows, index, weights).backward(torch.empty_like(rows))
+    cost += both.cost
+    for _ in range(passes):
+        # Tokens are taken for the ranks, and there for every expert; sums are made in float32.
+        cost.add((2 + 2) * (arrived + pairs) * width)
+        cost.add((2 + 4 + 4 + 4 + 4) * (arrived + pairs) * width)
+    return cost
+
+
+def layer_cost(
+    config: Any, layout: Packed, settings: TrainerSection, expert_ranks: int = 1
+) -> Cost:
+    """Counts one decoder layer, forward and backward, in bfloat16, with its experts shared out
+    among `expert_ranks` ranks.
+    """
     model = AutoModelForCausalLM.from_config(config).to(torch.bfloat16)
     layout_for(model, "on")
     layer = model.model.layers[0].train()
@@ -400,6 +489,15 @@ def layer_cost(config: Any, layout: Packed, settings: TrainerSection) -> Cost:
         sharding.prepare(model, settings, trained=True, device=torch.device("cpu"))
         layer.to_empty(device="cpu")
         length = layout.input_ids.shape[1]
+        exchanged = Cost()
+        if expert_ranks > 1:
+            passes = 3 if settings.activation_checkpointing is True else 2
+            for module in expert_modules(model):
+                exchanged += divided_experts_cost(
+                    module, length, config, ranks=expert_ranks, passes=passes
+                )
+                # The compiled layer goes around it.
+                module.forward = _no_experts
         states = torch.empty(
             1, length, config.hidden_size, dtype=torch.bfloat16, requires_grad=True
         )
@@ -421,11 +519,43 @@ def layer_cost(config: Any, layout: Packed, settings: TrainerSection) -> Cost:
             torch._dynamo.reset()  # else it compiles only the first few models of a process
             layer.forward(states, **options).backward(torch.empty_like(states))
             assert fused.calls, "Inductor has compiled nothing"
+            fused += exchanged
             return fused
         with Eager() as eager:
             layer.forward(states, **options).backward(torch.empty_like(states))
         counted: Cost = eager.cost
+        counted += exchanged
         return counted
+
+
+def _no_experts(states: Tensor, _index: Tensor, weights: Tensor) -> Tensor:
+    return states * weights[:, :1]
+
+
+def mixture_variants(config: Any, ranks: int) -> list[Variant]:
+    """Returns what the settings decide by themselves for a mixture on 80 GB, whose passes are as
+    large as fits: with all experts gathered, and shared out among all ranks, without and with
+    moments in bfloat16.
+    """
+    shape = ModelShape.of(config.to_dict())
+    found = []
+    for expert_ranks, moments in product((1, ranks), ("float32", "bfloat16")):
+        words = ["--parallel.expert_size", str(expert_ranks), "--optimizer.moments", moments]
+        decided = fastest_fit(shape, load(words, {}), ranks, FITS_SHARE * _GPU_BYTES)
+        settings = decided.trainer.model_copy(update={"compile": True})
+        kind = str(settings.activation_checkpointing).lower()
+        name = f"auto: {kind}, {settings.pass_tokens} tokens, expert_size {expert_ranks}, {moments}"
+        found.append(
+            Variant(
+                name,
+                settings,
+                sharded=True,
+                gathers_once=decided.parallel.reshard_after_forward is False,
+                expert_ranks=expert_ranks,
+                tokens=settings.pass_tokens,
+            )
+        )
+    return found
 
 
 def variants(model: str, tokens: int) -> list[Variant]:
@@ -433,6 +563,8 @@ def variants(model: str, tokens: int) -> list[Variant]:
     checkpointing, and last what the settings decide by themselves on 80 GB.
     """
     config, ranks = MODELS[model]
+    if ModelShape.of(config.to_dict()).experts:
+        return mixture_variants(config, ranks)
     sharded = ranks > 1
     eager = TrainerSection(compile=False, activation_checkpointing=True)
     found = [Variant("eager, torch's head, recomputed", eager, sharded, "logits")]
@@ -553,7 +685,7 @@ def main() -> None:
     Console(width=150).print(table)
 
 
-_PARTS = ("layers", "attention", "head", "copies", "AdamW", "total")
+_PARTS = ("layers", "attention", "head", "copies", "AdamW", "transfers", "total")
 
 
 def _of_ours(models: list[str], tokens: int) -> Any:
@@ -563,12 +695,13 @@ def _of_ours(models: list[str], tokens: int) -> Any:
         ["model", "variant", *_PARTS, "MFU"],
         text_columns=2,
     )
-    rows = groups(tokens)
     for model in models:
         config, ranks = MODELS[model]
         for variant in variants(model, tokens):
+            # Small passes do not hold a group of eight.
+            rows = groups(variant.tokens, size=2) if variant.tokens else groups(tokens)
             found = predicted(config, ranks, rows, variant)
-            cells = [f"{1e3 * found[name]:.1f}" for name in _PARTS]
+            cells = [f"{1e3 * found.get(name, 0.0):.1f}" for name in _PARTS]
             settings = variant.settings
             name = variant.name
             if name == "auto":
@@ -590,7 +723,7 @@ def _of_anchors() -> Any:
         cost = anchor.kernels()
         ratio = anchor.seconds / cost["total"]
         found.append(ratio)
-        cells = [f"{cost[name]:.3f}" for name in _PARTS]
+        cells = [f"{cost.get(name, 0.0):.3f}" for name in _PARTS]
         guess = BEYOND * cost["total"]
         table.add_row(
             anchor.name,
