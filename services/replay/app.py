@@ -122,7 +122,7 @@ def _queue_routes(app: FastAPI, worker: Worker) -> None:
 
     @app.post(
         "/groups",
-        **described(_GROUPS, reads=_KINDS, fails=(415,)),
+        **described(_GROUPS, reads=_KINDS, fails=(409,)),
     )
     async def add(request: Request) -> dict[str, int]:
         """Stores groups (msgpack, or JSON with arrays as lists), durable when this answers;
@@ -134,7 +134,7 @@ def _queue_routes(app: FastAPI, worker: Worker) -> None:
 
     @app.post(
         "/groups/take",
-        **described(answer=struct_schema(TakenGroups), writes=_KINDS),
+        **described(answer=struct_schema(TakenGroups), writes=_KINDS, fails=(409,)),
     )
     async def take(body: TakeRequest, request: Request) -> Response:
         """Fresh groups, each handed out exactly once and leased until acknowledged."""
@@ -143,14 +143,14 @@ def _queue_routes(app: FastAPI, worker: Worker) -> None:
             _note(request, f"{len(taken.ids)} groups were taken")
         return await _answer(request, taken.blobs, ids=taken.ids, evicted=taken.evicted)
 
-    @app.post("/groups/ack", responses=errors(404))
+    @app.post("/groups/ack", responses=errors(404, 409))
     async def ack(body: GroupIds) -> dict[str, int]:
         """Marks groups as trained on. Repeating the call changes nothing, nor does an unknown id,
         which gives a 404.
         """
         return {"acknowledged": await worker.call_of_run(buffer.store.ack, body.ids)}
 
-    @app.post("/groups/reset_fresh")
+    @app.post("/groups/reset_fresh", responses=errors(409))
     async def reset_fresh(
         request: Request,
         from_position: Annotated[int | None, Query(ge=0, lt=2**53)] = None,
@@ -174,14 +174,14 @@ def _reuse_routes(app: FastAPI, worker: Worker) -> None:
 
     @app.post(
         "/groups/sample",
-        **described(answer=struct_schema(SampledGroups), writes=_KINDS),
+        **described(answer=struct_schema(SampledGroups), writes=_KINDS, fails=(409,)),
     )
     async def sample(body: SampleRequest, request: Request) -> Response:
         """Acknowledged groups by priority, with importance weights."""
         sampled = await worker.call_of_run(buffer.sample, body)
         return await _answer(request, sampled.blobs, weights=sampled.weights)
 
-    @app.post("/groups/priorities")
+    @app.post("/groups/priorities", responses=errors(409))
     async def priorities(body: PriorityUpdate) -> dict[str, int]:
         """Sets priorities for sampling; unknown ids are skipped."""
         return {"updated": await worker.call_of_run(buffer.set_priorities, body)}
