@@ -89,7 +89,7 @@ def add_dashboard(app: FastAPI, runs: Runs, health: Health | None = None) -> Non
         """Returns the run's configuration, the limits of its alarms, and the stages of a step."""
         return json_answer(run.facts())
 
-    @app.get("/dashboard/api/why", **answers)
+    @app.get("/dashboard/api/why", **described(answer={"type": ["object", "null"]}, fails=(404,)))
     def why(run: AskedRun) -> Response:
         """Returns what `rlhf why` found last: `jump`, `causes`, `changes`, and the groups that
         carry the update of `step`; null when nobody has asked.
