@@ -15,12 +15,12 @@ from common.errors import ServiceError
 from services.reward.answers.exact import same_answer
 from services.reward.answers.extract import extract_answer, gold_answer
 from trainer.dashboard.tokens import TokenTexts
+from trainer.diagnosis.report import TEXT_FILE
 from trainer.observe.group_files import CompletionText, GroupTexts
 from trainer.what_if.run_facts import RunFacts
 
 _FACTOR = 3.0
 """A learning rate that grows by so much in a step was changed; a warm-up doubles it at most."""
-_NO_CLIP = 10.0
 _MOST = 0.5
 """Share of groups that makes a trace one of the run rather than of some problems."""
 _PAID = 0.8
@@ -36,10 +36,17 @@ _FEW_CUT = 0.05
 _MANY_CUT = 0.3
 _ALL_CUT = 0.9
 """Shares of cut answers: from few to all in one step, a policy is broken."""
+_OTHERS_SAY = re.compile(
+    r"trainer\.|evaluation\.|checkpoint\.|limits\.|trackers\.|optimizer\.learning_rate"
+    r"|sampling\.max_new_tokens|state_dir"
+)
+"""Settings that change no answer, or whose effects have causes of their own."""
 _SHOWN = 3
 _END = 30
 """Characters of the end of a problem that a prompt must have."""
-_STATED = re.compile(r"####|\\boxed|answer\s*(is|:|=)", re.IGNORECASE)
+_BEFORE = 6
+"""Characters before a number by which it is known."""
+_NUMBER = re.compile(r"-?\d+(?:[.,]\d+)*")
 
 
 Place = tuple[int, str]
@@ -68,45 +75,65 @@ class Trace(NamedTuple):
     groups: Sequence[Place] = ()
 
 
-def high(facts: RunFacts, *, metric: str, bound: float) -> Trace | None:
-    """A number is at least `bound` from a step on, in most of the steps that have it. An alarm is 1
-    in the steps that have it.
+def high(facts: RunFacts, *, metric: str, bound: float, least: float = 0.0) -> Trace | None:
+    """A number is at least `bound` from a step on, in most of the steps that have it, which are a
+    share of at least `least`. An alarm is 1 in the steps that have it.
     """
-    since = facts.since(metric, bound)
+    since = list(itertools.dropwhile(lambda pair: pair[1] < bound, facts.series(metric)))
     values = [value for _, value in since]
     if not values or median(values) < bound:
+        return None
+    if len(values) < least * sum(step >= since[0][0] for step in facts.steps):
         return None
     return Trace(since[0][0], (len(values), fmean(values), max(values)))
 
 
 def template(facts: RunFacts) -> Trace | None:
     """The prompt that the model reads lacks a part of the problem."""
-    if facts.setting("environment.name", facts.steps[-1]):
+    if facts.settings[-1][1].get("environment.name"):
         return None  # an environment words its own prompts
     try:
         tokens = TokenTexts.of_run(facts.directory)
     except ServiceError:
         return None
 
-    def lost(group: GroupTexts) -> tuple[str, str] | None:
-        read = "".join(tokens.texts(group.prompt_tokens))
-        if _squeezed(group.prompt)[-_END:] in _squeezed(read):
-            return None
-        return group.prompt[-60:], read[-80:]
-
-    return _in_most_groups(facts, lost)
+    for step in facts.steps:
+        groups = facts.texts(step)
+        found = []
+        for group in groups:
+            read = "".join(tokens.texts(group.prompt_tokens))
+            if _squeezed(group.prompt)[-_END:] not in _squeezed(read):
+                found.append((group, read))
+        if found and len(found) >= _MOST * len(groups):
+            evidence = (found[0][0].prompt[-60:], found[0][1][-80:])
+            return Trace(step, evidence, _places(step, [group for group, _ in found]))
+    return None
 
 
 def leak(facts: RunFacts) -> Trace | None:
-    """The prompt states its own answer."""
-
-    def stated(group: GroupTexts) -> tuple[str] | None:
-        gold = gold_answer(group.ground_truth)
-        answer = extract_answer(group.prompt) if _STATED.search(group.prompt) else None
-        is_stated = gold and answer and same_answer(gold, answer)
-        return (group.prompt[-80:],) if is_stated else None
-
-    return _in_most_groups(facts, stated)
+    """A number of the prompts, known by what is before it, is always the ground truth."""
+    # The first group of each problem.
+    problems = {
+        group.prompt_id: (step, group)
+        for step in reversed(facts.steps)
+        for group in facts.texts(step)
+    }
+    found: dict[str, list[Place]] = defaultdict(list)
+    others = Counter[str]()
+    for step, group in reversed(problems.values()):
+        gold = gold_answer(group.ground_truth) or ""
+        for number in _NUMBER.finditer(group.prompt):
+            slot = group.prompt[max(0, number.start() - _BEFORE) : number.start()]
+            if same_answer(gold, number[0]):
+                found[slot].append((step, group.id))
+            else:
+                others[slot] += 1
+    slot, places = max(
+        found.items(), key=lambda each: len(each[1]) - 9 * others[each[0]], default=("", [])
+    )
+    if len(places) < max(_FEWEST, _ODD * len(problems), 9 * others[slot]):
+        return None
+    return Trace(places[0][0], (len(places), len(problems), slot), places[:_SHOWN])
 
 
 def duplicates(facts: RunFacts) -> Trace | None:
@@ -118,11 +145,12 @@ def duplicates(facts: RunFacts) -> Trace | None:
                 ids = problems[_squeezed(group.prompt)]
                 ids.setdefault(group.prompt_id, (step, group.id))
     total = sum(map(len, problems.values()))
-    if total < _FEWEST or len(problems) > _MOST * total:
+    most = max(problems.values(), key=len, default={})
+    if total < _FEWEST or (len(most) < _ODD * total and len(problems) > _MOST * total):
         return None
-    most = list(max(problems.values(), key=len).items())[:_SHOWN]
-    names, places = zip(*most, strict=True)
-    return Trace(places[0][0], (total, len(problems), ", ".join(names)), places)
+    names, places = zip(*list(most.items())[:_SHOWN], strict=True)
+    evidence = (total, len(problems), len(most), ", ".join(names))
+    return Trace(places[0][0], evidence, places)
 
 
 def rate(facts: RunFacts) -> Trace | None:
@@ -131,25 +159,6 @@ def rate(facts: RunFacts) -> Trace | None:
     for (_, before), (step, now) in itertools.pairwise(series):
         if before > 0 and now >= _FACTOR * before:
             return Trace(step, (before, now))
-    return None
-
-
-def norm_bound(facts: RunFacts) -> Trace | None:
-    """No bound keeps a gradient small."""
-    for step, norm in facts.series("update.grad_norm"):
-        most = facts.setting("optimizer.max_grad_norm", step) or 0.0
-        if most >= _NO_CLIP and norm > 1.0:
-            return Trace(step, (most, norm))
-    return None
-
-
-def clip_bound(facts: RunFacts) -> Trace | None:
-    """No bound clips a token."""
-    for step, fraction in facts.series("update.clip_fraction"):
-        high = facts.setting("algorithm.clip_high", step) or 0.0
-        is_bound = facts.setting("algorithm.policy_loss", step) == "clip"
-        if is_bound and high >= 1.0 and fraction == 0.0:
-            return Trace(step, (high,))
     return None
 
 
@@ -227,18 +236,30 @@ def _by_verdict(group: GroupTexts) -> tuple[list[float], list[float]]:
     return found
 
 
-def sudden(facts: RunFacts, *, by_settings: bool) -> Trace | None:
-    """Answers run to their limit, which is the same, and in the step before hardly any did: many
-    since settings were changed, or all since an update.
+def sudden(facts: RunFacts) -> Trace | None:
+    """All answers run to their limit, and in the step before hardly any did, with the same
+    settings.
     """
+    changed = {step for step, _ in facts.changes()}
     for (_, before), (step, now) in itertools.pairwise(facts.series("truncated")):
-        if before > _FEW_CUT or now < (_MANY_CUT if by_settings else _ALL_CUT):
-            continue
-        changed = [each for each in facts.changes() if each.startswith(f"step {step}: ")]
-        caused = "; ".join(each for each in changed if ": trainer." not in each)
-        if bool(caused) is by_settings and "max_new_tokens" not in caused:
-            return Trace(step, (before, now, caused))
+        if before <= _FEW_CUT and now >= _ALL_CUT and step not in changed:
+            return Trace(step, (before, now))
     return None
+
+
+def other_settings(facts: RunFacts) -> Trace | None:
+    """The run went on with other settings."""
+    changes = (each for each in facts.changes() if not _OTHERS_SAY.match(each[1]))
+    return next((Trace(step, (change,)) for step, change in changes), None)
+
+
+def fault(facts: RunFacts) -> Trace | None:
+    """The run ended with a fault, and left its diagnosis."""
+    path = facts.directory / TEXT_FILE
+    if not path.is_file():
+        return None
+    first_line, *_ = path.read_text(encoding="utf-8").splitlines()
+    return Trace(facts.steps[-1], (first_line,))
 
 
 def problem(facts: RunFacts) -> Trace | None:
@@ -287,7 +308,7 @@ CAUSES: Sequence[tuple[str, Callable[[RunFacts], Trace | None], str, str]] = (
     (
         "leak",
         leak,
-        "the problems state their answers: {0!r}",
+        "{0} of {1} problems state their answers, after {2!r}",
         "remove the answer from the column of the problem (data.prompt_field)",
     ),
     (
@@ -299,7 +320,7 @@ CAUSES: Sequence[tuple[str, Callable[[RunFacts], Trace | None], str, str]] = (
     (
         "duplicates",
         duplicates,
-        "{0} problems have only {1} different texts; one of them has the ids {2}",
+        "{0} problems have only {1} different texts; one of them has {2} ids: {3}, …",
         "remove the copies from the data",
     ),
     (
@@ -307,19 +328,6 @@ CAUSES: Sequence[tuple[str, Callable[[RunFacts], Trace | None], str, str]] = (
         rate,
         "the learning rate goes from {0:.3g} to {1:.3g} at step {step}",
         "lower optimizer.learning_rate",
-    ),
-    (
-        "clip",
-        norm_bound,
-        "optimizer.max_grad_norm is {0:g}: from step {step} on, gradients with a norm above 1 "
-        "({1:.3g}) are applied whole",
-        "set optimizer.max_grad_norm to 1",
-    ),
-    (
-        "clip",
-        clip_bound,
-        "algorithm.clip_high is {0:g}: no token is clipped",
-        "set algorithm.clip_low and clip_high to 0.2",
     ),
     (
         "stale groups",
@@ -349,14 +357,27 @@ CAUSES: Sequence[tuple[str, Callable[[RunFacts], Trace | None], str, str]] = (
         "correct the row, and see what it changes with rlhf regrade --gold",
     ),
     (
+        "dropped",
+        partial(high, metric="dropped.reward", bound=1.0, least=_MOST),
+        "from step {step} on, {0} steps lack {1:.1f} groups on average whose answers could not be "
+        "graded: what is left is a choice",
+        "see the reasons of dropped groups in groups.jsonl, and correct the reward function",
+    ),
+    (
+        "fault",
+        fault,
+        "the run ended after step {step}: {0}",
+        "see rlhf diagnose",
+    ),
+    (
         "settings",
-        partial(sudden, by_settings=True),
-        "{0:.0%} of the answers were cut, and at step {step} {1:.0%} are, with other settings: {2}",
+        other_settings,
+        "from step {step} on the run has other settings: {0}",
         "set them back: rlhf fork from the step before",
     ),
     (
         "rate",
-        partial(sudden, by_settings=False),
+        sudden,
         "{0:.0%} of the answers were cut, and at step {step} {1:.0%} are: the update before it was "
         "too large",
         "lower optimizer.learning_rate",
@@ -379,18 +400,6 @@ def causes(facts: RunFacts) -> Iterator[Cause]:
         if found is not None:
             what = sentence.format(*found.evidence, step=found.first)
             yield Cause(name, found.first, what, remedy=remedy, groups=found.groups)
-
-
-def _in_most_groups(
-    facts: RunFacts, evidence: Callable[[GroupTexts], tuple[str, ...] | None]
-) -> Trace | None:
-    """Returns the trace at the first step in which most groups have this evidence."""
-    for step in facts.steps:
-        groups = facts.texts(step)
-        found = [group for group in groups if evidence(group)]
-        if found and len(found) >= _MOST * len(groups):
-            return Trace(step, evidence(found[0]) or (), _places(step, found))
-    return None
 
 
 def _places(step: int, groups: Sequence[GroupTexts]) -> list[Place]:

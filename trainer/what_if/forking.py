@@ -13,14 +13,12 @@ from fastapi import FastAPI
 
 from common import Json
 from common.errors import ConfigError
-from common.prompts.prompter import PromptStyle
 from common.settings.config import Config, from_mapping
 from common.settings.rewards import BUILT_IN
 from common.wire.schemas import Completion, Group
 from learning.device import reproducible_numbers
 from learning.ranks import Ranks
 from services.data.loaders import load_split
-from services.environment.runners import load_runner
 from services.reward.service import RewardService
 from trainer.audit.history import WeightHistory, models_after
 from trainer.audit.recorded import config_of
@@ -39,11 +37,9 @@ from trainer.observe.run_dir import (
 from trainer.policy import checkpoint
 from trainer.policy.checkpoint import Checkpoints, RunState
 from trainer.policy.identity import identity
-from trainer.policy.scorer import load_tokenizer
 from trainer.policy.trained_prompts import TRAINED_PROMPTS, TrainedPrompts
-from trainer.rollouts.priorities import load_priority
 from trainer.rollouts.requests import sampling_seed
-from trainer.trackers.base import check, flatten
+from trainer.trackers.base import flatten
 
 _CHANGES_ANSWERS = ("sampling.", "model.", "data.", "environment.", "rollout.", "lora.", "seed")
 """Settings with which an engine would have given other answers."""
@@ -98,36 +94,16 @@ def prepared(
     }
     with argument_names({}):
         config = from_mapping(content)
-        if config.trainer.max_steps is not None and config.trainer.max_steps <= step:
-            raise ConfigError(
-                f"the fork would end before it trains a step after {step}",
-                field="trainer.max_steps",
-                value=config.trainer.max_steps,
-                remedy=f"set one above {step}",
-            )
         if not needs_settings:
-            _check(config, problems)
+            # What the services refuse, before updates are computed again.
+            RewardService(config.reward)
+            if problems is None:
+                load_split(config.data, "train", config.seed)
     known: RecordedGroups = {}
     if not any(name.startswith(_CHANGES_ANSWERS) for name in changes):
         known = valid_groups(run_dir, parent, step)
     _begin(run_dir, start, config, step, record=record, from_start=has_other_data)
     return Fork(config, problems, RecordedAnswers(known))
-
-
-def _check(config: Config, given: Problems | None) -> None:
-    """Raises what a run would refuse when its services start, before updates are computed again and
-    anything is written.
-    """
-    check(config.trackers)
-    PromptStyle.of(config).check(load_tokenizer(config.model))
-    load_priority(config.replay.priority)
-    if config.environment.name:
-        load_runner(config.environment, "", config.runtime)
-    RewardService(config.reward)
-    if given is None:
-        load_split(config.data, "train", config.seed)
-        if config.evaluation.samples:
-            load_split(config.data, "eval", config.seed)
 
 
 def valid_groups(run_dir: Path, config: Config, step: int) -> RecordedGroups:

@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import isfinite
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import numpy as np
@@ -77,19 +76,10 @@ class RunFacts:
         pairs = zip(self.steps, self.columns.column(metric).tolist(), strict=True)
         return [pair for pair in pairs if isfinite(pair[1])]
 
-    def since(self, metric: str, bound: float) -> list[tuple[int, float]]:
-        """Returns the values of a number from the first one on that is at least `bound`."""
-        return list(itertools.dropwhile(lambda pair: pair[1] < bound, self.series(metric)))
-
-    def setting(self, name: str, step: int) -> Any:
-        """Returns a setting as it was when `step` was made."""
-        values = [config.get(name) for after, config in self.settings if after < step]
-        return values[-1] if values else None
-
-    def changes(self) -> list[str]:
-        """Returns the settings that an attempt changed, in words, with the first step with them."""
+    def changes(self) -> list[tuple[int, str]]:
+        """Returns the settings that an attempt changed, with the first step with them, in words."""
         return [
-            f"step {after + 1}: {name} {before.get(name)} → {value}"
+            (after + 1, f"{name} {before.get(name)} → {value}")
             for (_, before), (after, now) in itertools.pairwise(self.settings)
             for name, value in changed(before, now).items()
         ]

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
-from statistics import fmean
 
 from rich.console import Console
 
@@ -19,7 +18,6 @@ from trainer.audit.waits import waits_told
 from trainer.cli.commands import run_parser
 from trainer.cli.compare import plain_table
 from trainer.dashboard.tokens import TokenTexts
-from trainer.observe.group_files import GroupSummary
 from trainer.observe.run_dir import AUDIT, WHY, check_run, storing_run
 from trainer.what_if.causes import causes
 from trainer.what_if.run_facts import Jump, RunFacts
@@ -107,7 +105,7 @@ def explain(facts: RunFacts, metric: str | None = None, step: int | None = None)
     return {
         "jump": jump and jump.text,
         "causes": [asdict(cause) for cause in found],
-        "changes": facts.changes(),
+        "changes": [f"step {step}: {change}" for step, change in facts.changes()],
         "step": step,
         **carriers,
     }
@@ -145,7 +143,10 @@ def _carriers(facts: RunFacts, step: int) -> Json:
     shares = list(itertools.accumulate(row["share"] for row in rows))
     count = 1 + sum(share < 0.5 for share in shares)
     ordered = [groups[row["id"]] for row in rows]
-    traits = _traits(ordered[:count], ordered[count:])
+    traits = [f"{count} of {len(ordered)} groups make half of the update"]
+    problems = {group.prompt_id for group in ordered[:count]}
+    if count > 1 and len(problems) == 1:
+        traits.append(f"they are of one problem, {problems.pop()}")
     if shares[-1] < 0.5:
         traits = [f"the terms of KL and entropy make {1 - shares[-1]:.0%} of the update"]
     # A group of equal rewards carries nothing.
@@ -168,33 +169,6 @@ def _texts(run_dir: Path, pushing: Sequence[Sequence[int]]) -> list[str]:
         texts = map(TokenTexts.of_run(run_dir).texts, pushing)
         return [f"{''.join(before)[-30:]}▸{last}" for *before, last in texts]
     return []
-
-
-def _traits(half: Sequence[GroupSummary], others: Sequence[GroupSummary]) -> list[str]:
-    """Returns what the groups that make half of an update have in common and the others lack."""
-    said = [f"{len(half)} of {len(half) + len(others)} groups make half of the update"]
-    problems = {group.prompt_id for group in half}
-    if len(half) > 1 and len(problems) == 1:
-        said.append(f"they are of one problem, {problems.pop()}")
-    own = list(map(_features, half))
-    rest = list(map(_features, others))
-    for name in sorted(set().union(*own, *rest)) if others else ():
-        means = [fmean(each.get(name, 0.0) for each in part) for part in (own, rest)]
-        if abs(means[0] - means[1]) > 0.5 * max(map(abs, means)):
-            said.append(f"{name}: {means[0]:.3g}, of the others {means[1]:.3g}")
-    return said
-
-
-def _features(group: GroupSummary) -> dict[str, float]:
-    """Returns the numbers of a group by what it may have in common with others."""
-    prompt = group.prompt or " "
-    return {
-        "tokens an answer": fmean(group.tokens or [0]),
-        "characters of the problem": len(prompt),
-        "share of other scripts than Latin": fmean(sign > "\u024f" for sign in prompt),
-        "oldest weights": min(group.versions or (0,)),
-        **{f"share {mark}": 1.0 for mark in group.marks},
-    }
 
 
 def _print(answer: Json, console: Console) -> None:

@@ -231,7 +231,6 @@ def test_problems_that_are_left_out_are_not_asked_again(
         "replay.priority=nowhere:first",
         "replay.priority=json:nothing",
         "model.chat_template={{ messages",
-        "trainer.max_steps=2",
         "sampling.group_size=1",
         "optimizer.learning_rat=1",
     ],

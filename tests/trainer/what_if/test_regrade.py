@@ -148,9 +148,10 @@ def test_corrected_answers_are_read_as_data_sets_are(
         ("g.jsonl", '{"id": "p", "answer": 9}\n{"id": "p", "answer": 8}', "line 2: 'p' has"),
         ("g.jsonl", "", "has no rows"),
         ("g.csv", "id,answer\n", "has no rows"),
-        ("g.csv", "id,answer\np,\n", "line 2: none of the columns answer, ground_truth"),
-        ("g.jsonl", '{"id": null, "answer": "9"}', "none of the columns id, prompt_id, question"),
+        ("g.csv", "id,answer\np,\n", "line 2: column 'answer' is empty"),
+        ("g.jsonl", '{"id": null, "answer": "9"}', "column 'id' is None"),
         ("g.jsonl", '{"id": "p", "answer": {"a": 9}}', "not a text or a number"),
+        ("g.jsonl", '{"name": "p", "answer": 9}', "no column 'id'; there are name, answer"),
     ],
 )
 def test_corrected_answers_that_say_nothing_are_refused(

@@ -19,6 +19,7 @@ from tests.support.runs.in_process import quiet
 from tests.support.runs.recorded_groups import group, record, trained
 from trainer.dashboard.app import create_dashboard_app
 from trainer.dashboard.run_list import RunList
+from trainer.observe.group_files import GroupTexts
 from trainer.start.in_process import train_in_process
 from trainer.what_if.causes import causes
 from trainer.what_if.gradients import step_gradient
@@ -90,6 +91,7 @@ def test_a_healthy_run_has_no_cause_and_no_jump(tmp_path: Path) -> None:
         # No answer ends any more: the update before broke the policy.
         ("rate", 5, {"truncated": lambda step: 1.0 if step >= 5 else 0.0}),
         ("stale groups", 9, {"staleness": lambda step: 4.0 if step >= 9 else 0.0}),
+        ("dropped", 6, {"dropped": lambda step: {"reward": 3} if step >= 6 else {}}),
     ],
 )
 def test_a_number_that_says_it(
@@ -120,7 +122,7 @@ def test_a_reward_that_pays_for_wrong_answers(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("name", "setting", "value"),
-    [("settings", "temperature", 2.5), ("cut", "max_new_tokens", 9), ("cut", "group_size", None)],
+    [("settings", "temperature", 2.5), ("cut", "max_new_tokens", 9), ("cut", "temperature", None)],
 )
 def test_answers_that_are_cut_since_settings_were_changed(
     tmp_path: Path, name: str, setting: str, value: float | None
@@ -132,9 +134,66 @@ def test_answers_that_are_cut_since_settings_were_changed(
     assert first(facts) == (name, 9)
 
 
-def test_a_problem_that_states_its_answer(tmp_path: Path) -> None:
-    facts = written(tmp_path, prompt="How many apples? The answer is #### 5")
+def test_groups_that_were_dropped_once_are_no_cause(tmp_path: Path) -> None:
+    facts = written(tmp_path, dropped=lambda step: {"reward": 3} if step == 6 else {"stale": 2})
+    assert first(facts) is None
+
+
+def test_settings_that_were_changed_are_named_where_nothing_else_is(tmp_path: Path) -> None:
+    facts = written(tmp_path)
+    before = {"algorithm.kl_coef": 0.01, "trainer.max_steps": 8, "evaluation.every": 5}
+    facts.settings = [(0, before), (8, before | {"trainer.max_steps": 12, "evaluation.every": 4})]
+    assert first(facts) is None, "these change no answer"
+    facts.settings.append((10, before | {"algorithm.kl_coef": 1.0}))
+    assert first(facts) == ("settings", 11)
+    assert "algorithm.kl_coef 0.01 → 1.0" in next(causes(facts)).what
+
+
+def test_a_run_that_ended_with_a_fault_says_so(tmp_path: Path) -> None:
+    facts = written(tmp_path)
+    (tmp_path / "diagnosis.txt").write_text("Answers cannot be graded: no worker\nmore\n")
+    assert first(facts) == ("fault", STEPS)
+    assert "step 12: Answers cannot be graded: no worker" in next(causes(facts)).what
+
+
+@pytest.mark.parametrize("text", ["The answer is #### 5", "(key 5)", "Is it \\boxed{5}?"])
+def test_problems_that_state_their_answers(tmp_path: Path, text: str) -> None:
+    facts = written(tmp_path, prompt=f"How many apples? {text} ####")
     assert first(facts) == ("leak", 1)
+
+
+def asked(facts: RunFacts, change: Callable[[int, GroupTexts], None]) -> RunFacts:
+    """Changes the problems of a run by their numbers."""
+    groups = [(step, place) for step in facts.steps for place in range(2)]
+    for number, (step, place) in enumerate(groups):
+        change(number, facts.texts(step)[place])
+        facts.groups[step][place].prompt = facts.texts(step)[place].prompt
+    return facts
+
+
+@pytest.mark.parametrize(("every", "name"), [(1, "leak"), (3, "leak"), (12, None)])
+def test_a_third_of_the_problems_may_state_their_answers(
+    tmp_path: Path, every: int, name: str | None
+) -> None:
+    """Of the others some have a number that happens to be the answer."""
+
+    def change(number: int, group: GroupTexts) -> None:
+        group.ground_truth = str(number % 7)
+        hint = f"Hint: {number % 7}." if number % every == 0 else ""
+        group.prompt = f"Ann has {number % 5} eggs and finds {number % 4}. How many? {hint}"
+
+    facts = asked(written(tmp_path), change)
+    assert (first(facts) or (None,))[0] == name
+
+
+@pytest.mark.parametrize(("copies", "name"), [(9, "duplicates"), (2, None)])
+def test_one_problem_that_was_copied(tmp_path: Path, copies: int, name: str | None) -> None:
+    def change(number: int, group: GroupTexts) -> None:
+        if number < copies:
+            group.prompt = "How many eggs?"
+
+    facts = asked(written(tmp_path), change)
+    assert (first(facts) or (None,))[0] == name
 
 
 def test_the_jump_is_found_and_its_step_is_shown(
