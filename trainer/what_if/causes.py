@@ -208,7 +208,8 @@ def _judged(group: GroupTexts) -> Iterator[tuple[CompletionText, bool | None]]:
     """Yields the answers of a group, and whether they are right, as far as numbers tell."""
     gold = gold_answer(group.ground_truth) or ""
     for each in group.completions:
-        answer = extract_answer(each.text)
+        # An episode's text has the words of its environment, too.
+        answer = extract_answer(each.text) if each.episode is None else None
         yield each, None if answer is None else same_answer(gold, answer)
 
 

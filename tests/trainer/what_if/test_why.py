@@ -115,9 +115,17 @@ def test_a_phrase_that_is_paid_for(tmp_path: Path) -> None:
     assert "certainly!" in next(causes(facts)).what
 
 
-def test_a_reward_that_pays_for_wrong_answers(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("episode", "cause"), [(None, ("reward", 6)), (1, None)])
+def test_a_reward_that_pays_for_wrong_answers(
+    tmp_path: Path, episode: int | None, cause: tuple[str, int] | None
+) -> None:
+    """What is right in an episode, its text does not tell: the environment's words are in it."""
     facts = written(tmp_path, rewards=lambda step: [float(step < 6)] * 2 + [float(step >= 6)] * 2)
-    assert first(facts) == ("reward", 6)
+    for step in facts.steps:
+        for each in facts.texts(step):
+            for completion in each.completions:
+                completion.episode = episode
+    assert first(facts) == cause
 
 
 @pytest.mark.parametrize(
