@@ -97,7 +97,7 @@ def stale_groups(lab: Lab) -> None:
     _then(lab, trainer__max_staleness=6)
 
 
-@cause("settings")
+@cause("clip")
 def a_clip_that_is_off(lab: Lab) -> None:
     # A strong KL term, so that gradients are larger than the bound would let them be.
     _then(lab, optimizer__max_grad_norm=1e6, algorithm__kl_coef=3.0)

@@ -19,7 +19,7 @@ from services.environment.programs import Folders, RunningProgram, free_port, wo
 
 PORT = "{port}"
 """The port to listen on, in a word of the command."""
-_URL = re.compile(r"https?://[\w\[]")
+_URL = re.compile(r"https?://(\w|\[[\w:])")
 _RETRY_S = 0.1
 """Pause before the server is asked again whether it is ready."""
 _MAX_FAILED_STARTS = 5

@@ -19,6 +19,7 @@ from trainer.diagnosis.report import TEXT_FILE
 from trainer.observe.group_files import CompletionText, GroupTexts
 from trainer.what_if.run_facts import RunFacts
 
+_NO_CLIP = 10.0
 _FACTOR = 3.0
 """A learning rate that grows by so much in a step was changed; a warm-up doubles it at most."""
 _MOST = 0.5
@@ -159,6 +160,25 @@ def rate(facts: RunFacts) -> Trace | None:
     for (_, before), (step, now) in itertools.pairwise(series):
         if before > 0 and now >= _FACTOR * before:
             return Trace(step, (before, now))
+    return None
+
+
+def norm_bound(facts: RunFacts) -> Trace | None:
+    """No bound keeps a gradient small."""
+    for step, norm in facts.series("update.grad_norm"):
+        most = facts.setting("optimizer.max_grad_norm", step) or 0.0
+        if most >= _NO_CLIP and norm > 1.0:
+            return Trace(step, (most, norm))
+    return None
+
+
+def clip_bound(facts: RunFacts) -> Trace | None:
+    """No bound clips a token."""
+    for step, fraction in facts.series("update.clip_fraction"):
+        high = facts.setting("algorithm.clip_high", step) or 0.0
+        is_bound = facts.setting("algorithm.policy_loss", step) == "clip"
+        if is_bound and high >= 1.0 and fraction == 0.0:
+            return Trace(step, (high,))
     return None
 
 
@@ -329,6 +349,19 @@ CAUSES: Sequence[tuple[str, Callable[[RunFacts], Trace | None], str, str]] = (
         rate,
         "the learning rate goes from {0:.3g} to {1:.3g} at step {step}",
         "lower optimizer.learning_rate",
+    ),
+    (
+        "clip",
+        norm_bound,
+        "optimizer.max_grad_norm is {0:g}: from step {step} on, gradients with a norm above 1 "
+        "({1:.3g}) are applied whole",
+        "set optimizer.max_grad_norm to 1",
+    ),
+    (
+        "clip",
+        clip_bound,
+        "algorithm.clip_high is {0:g}: no token is clipped",
+        "set algorithm.clip_low and clip_high to 0.2",
     ),
     (
         "stale groups",

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import isfinite
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -75,6 +76,11 @@ class RunFacts:
         """Returns the known values of a number by step."""
         pairs = zip(self.steps, self.columns.column(metric).tolist(), strict=True)
         return [pair for pair in pairs if isfinite(pair[1])]
+
+    def setting(self, name: str, step: int) -> Any:
+        """Returns a setting as it was when `step` was made."""
+        values = [config.get(name) for after, config in self.settings if after < step]
+        return values[-1] if values else None
 
     def changes(self) -> list[tuple[int, str]]:
         """Returns the settings that an attempt changed, with the first step with them, in words."""

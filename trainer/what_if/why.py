@@ -4,10 +4,12 @@ that carry it.
 
 import itertools
 import json
+import math
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
+from statistics import fmean
 
 from rich.console import Console
 
@@ -18,6 +20,7 @@ from trainer.audit.waits import waits_told
 from trainer.cli.commands import run_parser
 from trainer.cli.compare import plain_table
 from trainer.dashboard.tokens import TokenTexts
+from trainer.observe.group_files import GroupSummary
 from trainer.observe.run_dir import AUDIT, WHY, check_run, storing_run
 from trainer.what_if.causes import causes
 from trainer.what_if.run_facts import Jump, RunFacts
@@ -143,10 +146,7 @@ def _carriers(facts: RunFacts, step: int) -> Json:
     shares = list(itertools.accumulate(row["share"] for row in rows))
     count = 1 + sum(share < 0.5 for share in shares)
     ordered = [groups[row["id"]] for row in rows]
-    traits = [f"{count} of {len(ordered)} groups make half of the update"]
-    problems = {group.prompt_id for group in ordered[:count]}
-    if count > 1 and len(problems) == 1:
-        traits.append(f"they are of one problem, {problems.pop()}")
+    traits = _traits(ordered[:count], ordered[count:])
     if shares[-1] < 0.5:
         traits = [f"the terms of KL and entropy make {1 - shares[-1]:.0%} of the update"]
     # A group of equal rewards carries nothing.
@@ -160,6 +160,42 @@ def _carriers(facts: RunFacts, step: int) -> Json:
         "groups": shown,
         "how": how,
         "traits": traits,
+    }
+
+
+def _traits(half: Sequence[GroupSummary], others: Sequence[GroupSummary]) -> list[str]:
+    """Returns what the groups that make half of an update have in common and the others lack, as
+    far as it is no chance.
+    """
+    said = [f"{len(half)} of {len(half) + len(others)} groups make half of the update"]
+    problems = {group.prompt_id for group in half}
+    if len(half) > 1 and len(problems) == 1:
+        said.append(f"they are of one problem, {problems.pop()}")
+    features = [[_features(group) for group in part] for part in (half, others)]
+    sizes = len(half), len(others)
+    if min(sizes) < 1 or sum(sizes) < 3:  # nothing scatters
+        return said
+    for name in sorted(set().union(*features[0], *features[1])):
+        own = [each.get(name, 0.0) for each in features[0]]
+        rest = [each.get(name, 0.0) for each in features[1]]
+        apart = fmean(own) - fmean(rest)
+        # Of the difference of two means, if both parts scatter alike.
+        scatter = sum((value - fmean(part)) ** 2 for part in (own, rest) for value in part)
+        error = math.sqrt(scatter / (sum(sizes) - 2) * sum(1 / size for size in sizes))
+        if abs(apart) > max(3 * error, 0.5 * max(abs(fmean(own)), abs(fmean(rest)))):
+            said.append(f"{name}: {fmean(own):.3g}, of the others {fmean(rest):.3g}")
+    return said
+
+
+def _features(group: GroupSummary) -> dict[str, float]:
+    """Returns the numbers of a group by what it may have in common with others."""
+    prompt = group.prompt or " "
+    return {
+        "tokens an answer": fmean(group.tokens or [0]),
+        "characters of the problem": len(prompt),
+        "share of other scripts than Latin": fmean(sign > "\u024f" for sign in prompt),
+        "oldest weights": min(group.versions or (0,)),
+        **{f"share {mark}": 1.0 for mark in group.marks},
     }
 
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import random
 import subprocess
 import sys
 from collections.abc import Callable
@@ -19,12 +20,12 @@ from tests.support.runs.in_process import quiet
 from tests.support.runs.recorded_groups import group, record, trained
 from trainer.dashboard.app import create_dashboard_app
 from trainer.dashboard.run_list import RunList
-from trainer.observe.group_files import GroupTexts
+from trainer.observe.group_files import GroupSummary, GroupTexts
 from trainer.start.in_process import train_in_process
 from trainer.what_if.causes import causes
 from trainer.what_if.gradients import step_gradient
 from trainer.what_if.run_facts import RunFacts
-from trainer.what_if.why import explain, main
+from trainer.what_if.why import _traits, explain, main
 
 STEPS = 12
 
@@ -202,6 +203,59 @@ def test_one_problem_that_was_copied(tmp_path: Path, copies: int, name: str | No
 
     facts = asked(written(tmp_path), change)
     assert (first(facts) or (None,))[0] == name
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "number"),
+    [("max_grad_norm", 1e6, "grad_norm"), ("clip_high", 9.0, "clip_fraction")],
+)
+def test_a_clip_that_was_off_from_the_start(
+    tmp_path: Path, name: str, value: float, number: str
+) -> None:
+    section = "optimizer" if name == "max_grad_norm" else "algorithm"
+    size = 2.0 if number == "grad_norm" else 0.0
+    facts = written(tmp_path, **{f"update__{number}": lambda step: size})
+    settings = {"algorithm.policy_loss": "clip", f"{section}.{name}": value}
+    facts.settings = [(0, settings)]
+    assert first(facts) == ("clip", 1)
+    facts.settings = [(0, settings | {f"{section}.{name}": 0.2})]
+    assert first(facts) is None
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize(
+    ("trait", "changed"),
+    [
+        (None, {}),
+        ("characters of the problem", {"prompt": "How many apples are there? " * 3}),
+        ("share of other scripts than Latin", {"prompt": "有几个苹果"}),
+        ("share unparsable", {"marks": ["unparsable"]}),
+        ("oldest weights", {"versions": (1, 1)}),
+    ],
+)
+def test_what_the_groups_that_carry_an_update_have_in_common(
+    trait: str | None, changed: dict[str, Any], seed: int
+) -> None:
+    """Sizes that scatter alike in both parts are none, nor is what one of the others has."""
+    draw = random.Random(seed)
+
+    def drawn(number: int, **more: Any) -> GroupSummary:
+        prompt = "How many?" + " Say it." * draw.randint(0, 2)
+        tokens = [draw.randint(5, 20) for _ in range(4)]
+        about = {"prompt": prompt, "tokens": tokens, "versions": (9, 9)} | more
+        return GroupSummary(id=str(number), prompt_id=str(number), **about)
+
+    half = [drawn(number, **changed) for number in range(4)]
+    others = [drawn(number) for number in range(4, 12)]
+    others[0].marks = ["truncated"]
+    first_line, *traits = _traits(half, others)
+    assert first_line == "4 of 12 groups make half of the update"
+    names = [line.partition(":")[0] for line in traits]
+    assert (trait is None) if not names else (trait in names)
+    for each in half:
+        each.prompt_id = "one"
+    assert "they are of one problem, one" in _traits(half, others)
+    assert _traits(half[:1], others[:1]) == ["1 of 2 groups make half of the update"]
 
 
 def test_the_jump_is_found_and_its_step_is_shown(
