@@ -191,7 +191,7 @@ class Admission:
                 f"the body is over the limit of {self.max_body_bytes} bytes",
                 field="body",
                 value=size,
-                remedy="send smaller batches, or raise max_body_mb",
+                remedy="send smaller batches, or raise max_body_mb where the service has it",
             )
         if more and load.body_bytes + more > load.body_bytes_limit:
             return self._overloaded("body_bytes", load.body_bytes, load.body_bytes_limit)

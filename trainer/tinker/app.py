@@ -10,6 +10,7 @@ import logging
 import re
 import secrets
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager
 from functools import partial
@@ -33,13 +34,14 @@ from trainer.tinker.records import (
     TinkerRun,
     TinkerSession,
 )
-from trainer.tinker.server import TinkerServer
+from trainer.tinker.server import TinkerServer, too_many
 
 _API = "/api/v1"
 _MAX_BODY_BYTES = 64 << 20
 """The SDK cuts its passes into requests of 5 MB."""
-_MAX_REQUESTS = 4096
-"""Each of the SDK's futures may have a question open."""
+_OF_CLIENT = 4096
+"""Requests of a client at once. Each of the SDK's futures may have a question open."""
+_MAX_REQUESTS = 6144
 _PROTOBUF = "application/x-protobuf"
 _BYTES = {"type": "string", "format": "binary"}
 _LINK_S = 3600
@@ -101,6 +103,8 @@ class _Calls:
     def __init__(self, app: FastAPI, clients: Clients) -> None:
         self.app = app
         self._clients = clients
+        self._open: Counter[str] = Counter()
+        """Requests of each client that have no answer yet."""
 
     def add(
         self, method: str, path: str, handler: Handler, unchecked: type[_B] | None = None
@@ -120,15 +124,20 @@ class _Calls:
             arguments: dict[str, Any] = dict(request.path_params)
             if "base_url" in wanted:
                 arguments["base_url"] = str(request.base_url).rstrip("/")
-            if is_protobuf:
-                arguments["body"] = await request.body()
-            elif unchecked is not None:
-                arguments["body"] = await read_json(request)
-            elif form is not None and method == "GET":
-                arguments["body"] = requests.validated(form, dict(request.query_params))
-            elif form is not None:
-                arguments["body"] = requests.validated(form, await read_json(request))
-            answer = await handler(owner, **arguments)
+            if self._open[owner] >= _OF_CLIENT:  # with more, others would wait
+                raise too_many(self._open[owner], "X-API-Key", owner)
+            self._open[owner] += 1
+            try:
+                if is_protobuf:
+                    arguments["body"] = await request.body()
+                elif form is not None:
+                    query = dict(request.query_params)
+                    body = query if method == "GET" else await read_json(request)
+                    arguments["body"] = body if unchecked else requests.validated(form, body)
+                answer = await handler(owner, **arguments)
+            finally:
+                self._open[owner] -= 1
+
             if isinstance(answer, Response):
                 return answer
             if answer is None:
@@ -139,8 +148,8 @@ class _Calls:
                 return Response(answer.content, media_type=kind, headers=headers)
             return JSONResponse(_future(answer) if isinstance(answer, TinkerOperation) else answer)
 
-        call.__doc__ = handler.__doc__
-        call.__name__ = handler.__name__
+        call.__doc__ = handler.__doc__ or f"Tinker's `{path}`."
+        call.__name__ = path.replace("/", "_")
         body = _BYTES if is_protobuf else form or OBJECT
         details = described(
             body if method in ("POST", "PUT") else None,
@@ -195,13 +204,7 @@ def _add_fixed(calls: _Calls, server: TinkerServer) -> None:
         async def fixed(owner: str, answer: object = answer) -> Any:
             return answer
 
-        calls.add(method, path, _named(fixed, path))
-
-
-def _named(handler: Handler, path: str) -> Handler:
-    handler.__name__ = path.replace("/", "_")
-    handler.__doc__ = f"Tinker's `{path}`."
-    return handler
+        calls.add(method, path, fixed)
 
 
 def _add_operations(calls: _Calls, server: TinkerServer) -> None:
@@ -211,15 +214,11 @@ def _add_operations(calls: _Calls, server: TinkerServer) -> None:
         async def accept(owner: str, body: Any, kind: str = kind) -> Any:
             return await server.accept(owner, kind, body)
 
-        calls.add("POST", kind, _named(accept, kind), unchecked=form)
-    table: dict[str, Handler] = {
-        "create_model": server.create_run,
-        "forward": server.accept_pass,
-        "forward_backward": server.accept_pass,
-        "cancel_future": server.cancel,
-    }
-    for path, handler in table.items():
-        calls.add("POST", path, handler)
+        calls.add("POST", kind, accept, unchecked=form)
+    calls.add("POST", "create_model", server.create_run)
+    calls.add("POST", "forward", server.accept_pass)
+    calls.add("POST", "forward_backward", server.accept_pass)
+    calls.add("POST", "cancel_future", server.cancel)
     calls.add("POST", "load_weights", server.load, unchecked=requests.LoadWeights)
 
     @calls.post("asample")
@@ -275,8 +274,9 @@ def _add_sessions(calls: _Calls, server: TinkerServer) -> None:
     async def session(owner: str, name: str) -> Any:
         """The runs and samplers of a session."""
         about = state.find(TinkerSession, name, owner).about
+        runs = state.owned(TinkerRun, owner, session=name, failed=False)
         return {
-            "training_run_ids": [each.id for each in state.owned(TinkerRun, owner, session=name)],
+            "training_run_ids": [each.id for each in runs],
             "sampler_ids": [each.id for each in state.owned(Sampler, owner, session=name)],
             "user_metadata": about.get("user_metadata"),
             "display_name": about.get("display_name"),
@@ -337,7 +337,7 @@ def _add_runs(calls: _Calls, server: TinkerServer, tokenizer: str) -> None:
     @calls.get("training_runs")
     async def runs(owner: str, body: requests.Page) -> Any:
         """All runs of the client, the newest first."""
-        found, cursor = _page(body, state.owned(TinkerRun, owner))
+        found, cursor = _page(body, state.owned(TinkerRun, owner, failed=False))
         return {"training_runs": [described(each) for each in found], "cursor": cursor}
 
     @calls.get("training_runs/{name}")
@@ -408,7 +408,7 @@ def _add_links(calls: _Calls, server: TinkerServer) -> None:
     ) -> FileResponse:
         """A file of weights, for whoever has a link to it."""
         expected = signature_of(f"{run}/{name}/{file}", expires)
-        if expires < time.time() or not hmac.compare_digest(expected, signature):
+        if expires < time.time() or not hmac.compare_digest(expected.encode(), signature.encode()):
             raise Unauthorized("this link is not valid (any more)", remedy="ask for new links")
         checkpoint = state.get(Checkpoint, f"tinker://{run}/external_weights/{name}")
         if checkpoint is None:
@@ -418,12 +418,13 @@ def _add_links(calls: _Calls, server: TinkerServer) -> None:
 
 async def _refuse(owner: str, rest: str) -> Any:
     """Refuses any other call by its name."""
-    instead = next((_INSTEAD[part] for part in rest.split("/") if part in _INSTEAD), "")
+    instead = [_INSTEAD[part] for part in rest.split("/") if part in _INSTEAD]
+    instead.append("one of the calls that are listed at /docs")
     raise NotFound(
         f"this server does not serve {rest}",
         field="path",
         value=rest,
-        remedy=f"use {instead}" if instead else "the calls that it serves are listed at /docs",
+        remedy=f"use {instead[0]}",
         code="not_served",
     )
 

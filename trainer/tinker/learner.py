@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from common.errors import Conflict, InvalidInput, NotFound, ServiceError
+from common.errors import InvalidInput, ServiceError
 from common.settings.checks import without_adapters
 from common.settings.config import Config
 from learning.batching import Sizes, micro_batch_passes, split
@@ -147,8 +147,7 @@ class RunLearner:
     """All runs on one base model. Every rank has one; those above 0 `follow`.
 
     The operations of a run are deterministic: the same ones in the same order give the same bits,
-    whatever other runs do in between. One that raises InvalidInput, NotFound or Conflict changes
-    nothing.
+    whatever other runs do in between. One that raises InvalidInput changes nothing.
 
     It must be used by one thread at a time, inside `reproducible_numbers`. `config` says which base
     (`model`), on which device and in which passes (`trainer`), how it is sharded (`parallel`), the
@@ -160,13 +159,13 @@ class RunLearner:
     def __init__(self, config: Config, ranks: Ranks) -> None:
         self._config = fitted(config, ranks, config.model.name)
         self._ranks = ranks
-        self.low_precision = computes_in_bfloat16(config.model, ranks)
-        frozen = _Frozen(torch.bfloat16 if self.low_precision else torch.float32)
+        low_precision = computes_in_bfloat16(config.model, ranks)
+        self._dtype = torch.bfloat16 if low_precision else torch.float32
         self.scorer = load_scorer(
             config.model,
             ranks,
             self._config,
-            added=frozen,
+            added=_Frozen(self._dtype),
             max_tokens=config.rollout.context_bound,
         )
         # Nothing is dropped: a pass with gradients computes what one without them does.
@@ -186,16 +185,11 @@ class RunLearner:
 
     @_everywhere
     def create(self, run: str, spec: LoraSpec) -> None:
-        """Adds a run, whose adapter has no effect yet. Raises Conflict for one that exists."""
-        if run in self._runs:
-            raise Conflict(
-                "this run exists", field="model_id", value=run, remedy="use another name"
-            )
-        highest = int(self.model.config.get_text_config().hidden_size)
+        """Adds a run, whose adapter has no effect yet."""
+        hidden = int(self.model.config.get_text_config().hidden_size)
         # SGLang reserves memory for adapters of this rank.
-        if self._config.lora.rank:
-            highest = min(highest, self._config.lora.rank)
-        if not 1 <= spec.rank <= highest:
+        highest = min(hidden, self._config.lora.rank or hidden)
+        if spec.rank > highest:
             raise InvalidInput(
                 f"a rank is 1 to {highest} here",
                 field="lora_config.rank",
@@ -218,7 +212,7 @@ class RunLearner:
         """Applies the run's gradients, which are 0 afterwards; returns the norm of the gradient
         before clipping.
         """
-        known = self._known(run)
+        known = self._runs[run]
         gradient = known.gradient
         if gradient is None:  # momentum and weight decay still apply
             gradient = torch.zeros_like(known.weights)
@@ -246,7 +240,7 @@ class RunLearner:
         """Writes a run to a folder that does not exist, durably: it has its name when all of it is
         on the disk. The state of the optimiser and the gradients are part of it.
         """
-        known = self._known(run)
+        known = self._runs[run]
         state: dict[str, Tensor] = {}
         size = sum(math.prod(shape) for shape in known.shapes.values())
         for moments in known.optimizer.state.values():  # none before the first step
@@ -256,9 +250,8 @@ class RunLearner:
         if known.gradient is not None:
             state["gradient"] = known.gradient[:size].cpu()
         if self._ranks.is_rank_zero:
-            alpha = self._config.lora.alpha
             factors = known.views(known.weights.detach().cpu())
-            saved = run_files.Saved(known.spec, alpha, factors, state)
+            saved = run_files.Saved(known.spec, self._config.lora.alpha, factors, state)
             run_files.write(saved, self._adapter_config(known.spec), folder)
 
     def load(self, run: str, folder: Path, optimizer: bool) -> None:
@@ -296,9 +289,8 @@ class RunLearner:
         """Writes the adapter as PEFT's files to a folder that does not exist, durably; returns the
         checksum of its weights.
         """
-        known = self._known(run)
-        dtype = torch.bfloat16 if self.low_precision else torch.float32
-        factors = known.views(known.weights.detach().to("cpu", dtype))
+        known = self._runs[run]
+        factors = known.views(known.weights.detach().to("cpu", self._dtype))
         return run_files.write_adapter(factors, self._adapter_config(known.spec), folder)
 
     @_everywhere
@@ -322,16 +314,6 @@ class RunLearner:
     def close(self) -> None:
         """Ends the other ranks' `follow`."""
         self._ranks.broadcast(None)
-
-    def _known(self, run: str) -> _Run:
-        if run not in self._runs:
-            raise NotFound(
-                "there is no such run in memory",
-                field="model_id",
-                value=run,
-                remedy="create it, or load it from a checkpoint",
-            )
-        return self._runs[run]
 
     def _chosen(self, spec: LoraSpec) -> list[_Place]:
         """Returns the places of a run's factors."""
@@ -421,7 +403,7 @@ class RunLearner:
         """Computes a loss, and adds its gradient to the run's if it is `backward`. Raises
         InvalidInput, on all ranks, also if one of the two is not finite.
         """
-        known = self._known(run)
+        known = self._runs[run]
         chosen, settings = checked_loss(loss, config, self._config.tinker.stable_reinforce)
         check_data(data, chosen, vocabulary=self.vocabulary, longest=self.longest)
         gradient = torch.zeros_like(known.weights) if backward else None

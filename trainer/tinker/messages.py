@@ -4,7 +4,6 @@ The numbers of the fields are those of `tinker_public.proto` of the SDK 0.38.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
@@ -52,28 +51,21 @@ Samples: 1 sequences Sequence*, 2 prompt_logprobs bytes, 3 top_of_prompt Top, 5 
 """)
 
 
-@dataclass(frozen=True)
-class Pass:
-    """What `forward` or `forward_backward` is to compute."""
-
-    data: list[Datum]
-    loss: str
-    config: Mapping[str, float | str]
-
-
 Top = Sequence[Sequence[Sequence[Any]] | None]
 """Log-probability and token of the likeliest at each place; None where nothing is known."""
 
 
-def read_pass(body: bytes) -> Pass:
-    """Returns a request for a pass. Raises InvalidInput for one that is malformed or not text."""
+def read_pass(body: bytes) -> tuple[list[Datum], str, dict[str, float | str]]:
+    """Returns the data of a pass, the name of its loss and the settings of that. Raises
+    InvalidInput for a request that is malformed or not text.
+    """
     found = MESSAGES.decode("Pass", body)
     data = [_datum(each, f"data.{index}") for index, each in enumerate(found["data"])]
     config = {entry["key"]: entry["value"] for entry in found["config"]}
     for entry in found["newer_config"]:
         setting = entry["value"] or {"texts": [""]}
         config[entry["key"]] = setting["texts"][-1] if setting["texts"] else setting["number"]
-    return Pass(data, found["loss"], config)
+    return data, found["loss"], config
 
 
 def _datum(message: dict[str, Any], field: str) -> Datum:

@@ -32,6 +32,8 @@ class TinkerRun:
     """Number of the operation after which its state was saved; -1: none was."""
     copies: int = 0
     """How often its weights were saved for samplers since they last changed."""
+    failed: bool = False
+    """It could not be created. It is kept for its error only, and is no run of the client's."""
 
 
 @dataclass

@@ -29,6 +29,8 @@ _B = TypeVar("_B", bound=BaseModel)
 _Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$")]
 _Stop = Annotated[str, Field(min_length=1)]
 _Ints = Annotated[list[int], AtMost(1 << 20)]
+_Count = Annotated[int, Field(ge=0, lt=1 << 53)]
+"""A number that the file of the server can have."""
 _Ttl = Annotated[int, Field(ge=3600, le=10 * 366 * 86400)]
 
 
@@ -94,7 +96,7 @@ class RunBody(TinkerBody):
 class Numbered(RunBody):
     """An operation of a run."""
 
-    seq_id: PositiveInt
+    seq_id: Annotated[_Count, Field(ge=1)]
 
 
 class Place(Numbered):
@@ -234,13 +236,17 @@ class TokenTensor(Wire):
         """
         rows, width = self.shape
         ends = self.sparse_crow_indices
+        bounds = range(0, rows * width + 1, width) if ends is None else ends
         values: list[float] = []
-        for place, (start, end) in zip(
-            scores[1:], pairwise(ends or range(0, rows * width + 1, width)), strict=False
-        ):
+        for place, (start, end) in zip(scores[1:], pairwise(bounds), strict=False):
             known = {token: logprob for logprob, token, *_ in place or ()}
             values += [known.get(token, 0.0) for token in self.data[start:end]]
-        if rows != len(scores) - 1 or len(values) != len(self.data):
+        columns = [0] * len(values) if ends is None else self.sparse_col_indices
+        if not (
+            rows == len(scores) - 1 == len(bounds) - 1
+            and len(values) == len(self.data) == len(columns) == bounds[-1]
+            and all(0 <= column < width for column in columns)
+        ):
             raise InvalidInput(
                 "it has another shape than the prompt, or than its numbers",
                 field="target_prompt_logprobs.shape",
@@ -264,7 +270,7 @@ class Sample(TinkerBody):
     prompt: PromptChunks
     sampling_params: SampleParams
     sampling_session_id: str
-    seq_id: NonNegativeInt
+    seq_id: _Count
     base_model: None = None
     model_path: None = None
     """The sampling session has them."""
@@ -291,16 +297,15 @@ class Retrieve(TinkerBody):
 class Target(BaseModel):
     """The requests of one client of a sampler."""
 
-    type: str = "sampling_session"
     sampling_session_id: str
-    cloned_sampler_id: NonNegativeInt = 0
+    cloned_sampler_id: Annotated[int, Field(ge=0, lt=1 << 32)] = 0
 
 
 class RetrieveMany(TinkerBody):
     """Asks what is finished."""
 
     target: Target
-    prev_cursor: NonNegativeInt = 0
+    prev_cursor: _Count = 0
     timeout: NonNegativeFloat | None = None
     retrieved_request_ids: Annotated[list[str], AtMost(100_000)] = Field([])
 

@@ -101,7 +101,6 @@ def _composed(
     directory = config.trainer.run_dir
     assert directory is not None, "`load` sets it"
     limit_s = config.limits.service_timeout_s
-    parts = AsyncExitStack()
     board: WeightBoard | None = None
     entered: list[AbstractAsyncContextManager[Any, Any]]
     if topology.group is None:
@@ -143,7 +142,7 @@ def _composed(
 
     @asynccontextmanager
     async def lifespan() -> AsyncIterator[None]:
-        async with parts:
+        async with AsyncExitStack() as parts:
             for part in (*entered, server.running()):
                 await parts.enter_async_context(part)
             yield

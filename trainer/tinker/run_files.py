@@ -18,7 +18,7 @@ from pathlib import Path
 from safetensors.torch import load_file
 from torch import Tensor
 
-from common.errors import InvalidInput, NotFound
+from common.errors import InvalidInput
 from common.process.storage import storing
 from common.weights.checksums import checksum
 from trainer.policy.scorer import ADAPTER_CONFIG, ADAPTER_WEIGHTS
@@ -62,14 +62,9 @@ def write_adapter(factors: dict[str, Tensor], config: str, folder: Path) -> str:
 def read(folder: Path, optimizer: bool) -> Saved:
     """Returns the run in a folder, with the state of its optimiser if that is asked for.
 
-    Raises NotFound for a folder without one, and InvalidInput for a file that has changed.
+    Raises OSError for a folder without one, and InvalidInput for a file that has changed.
     """
-    path = folder / RUN
-    if not path.is_file():
-        raise NotFound(
-            "there is no saved run", field="path", value=str(folder), remedy="save one there first"
-        )
-    content = json.loads(path.read_text())
+    content = json.loads((folder / RUN).read_text())
     sums: dict[str, str] = content["checksums"]
     tensors: dict[str, dict[str, Tensor]] = {_OPTIMIZER: {}}
     for name, expected in sums.items():

@@ -12,7 +12,7 @@ import logging
 import time
 from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -34,8 +34,10 @@ from trainer.tinker.training import Spawn, failure
 log = logging.getLogger(__name__)
 _AT_ONCE = 256
 """The most completions that the engines are asked for at a time."""
-_OF_ONE = 192
-"""The most of them for one sampler, so that another one's are begun at once."""
+_OF_CLIENT = 224
+"""The most of them for one client, so that another one's are begun at once."""
+_OF_SAMPLER = 192
+"""The most of them for one sampler, as of clients."""
 _LOAD_S = 300.0
 _AGAIN_S = 1.0
 """Between attempts to load an adapter into an engine that has just started."""
@@ -128,16 +130,19 @@ class Sampling:
         self._finished = finished
         self._tasks: dict[str, dict[int, asyncio.Task[None]]] = defaultdict(dict)
         """The requests of each sampler by number."""
-        # One request of a sampler at a time is in the queue for the engines.
+        # One request of a sampler at a time waits among those of its client, and one of a client
+        # for the engines.
         self._turns: dict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
-        self._next = asyncio.Lock()
         self._freed = asyncio.Event()
         self._working: Counter[str] = Counter()
-        """Completions of each sampler that the engines are asked for."""
+        """Completions that the engines are asked for: of each sampler, of each client, and all."""
 
     def add(self, name: str, number: int) -> None:
         """Answers a request of a sampler."""
-        task = self._spawn(self._one(name, number))
+        sampler = self._state.get(Sampler, name)
+        if sampler is None:  # its session was finished
+            return
+        task = self._spawn(self._one(sampler, number))
         self._tasks[name][number] = task
         task.add_done_callback(lambda _: self._forget(name, number))
 
@@ -163,46 +168,41 @@ class Sampling:
             error = ServiceError("the client cancelled this request", status=499)
             await self._end(name, number, failure(error))
 
-    async def _one(self, name: str, number: int) -> None:
-        find = partial(TinkerStore.operation, line=name, seq=number)
+    async def _one(self, sampler: Sampler, number: int) -> None:
+        find = partial(TinkerStore.operation, line=sampler.id, seq=number)
         try:
             operation = await self._journal.run(find)
             asked = orjson.loads(operation.body).get("num_samples", 1)
             del operation  # thousands may wait, and prompts are long
-            async with self._room(name, min(asked, _OF_ONE)):
-                sampler = self._state.get(Sampler, name)
-                if sampler is None:  # its session was finished
-                    return
+            async with self._room(sampler, min(asked, _OF_SAMPLER)):
+                # Raises NotFound when its session was finished.
                 operation = await self._journal.run(find)
                 body = requests.parse(requests.Sample, operation.body)
                 content, weights = await self._answer(sampler, body)
             result = TinkerResult(ok=True, content=content, is_json=False, weights=weights)
         except Exception as error:
             if not isinstance(error, ServiceError):
-                log.exception("request %s:op:%d failed", name, number)
+                log.exception("request %s:op:%d failed", sampler.id, number)
             result = failure(error)
-        await self._end(name, number, result)
+        await self._end(sampler.id, number, result)
 
     @asynccontextmanager
-    async def _room(self, name: str, count: int) -> AsyncIterator[None]:
+    async def _room(self, sampler: Sampler, count: int) -> AsyncIterator[None]:
         """Waits until the engines have room for so many completions of a sampler."""
-        async with self._turns[name]:
-            while self._working[name] + count > _OF_ONE:
-                await self._change()
-            async with self._next:
-                while self._working.total() + count > _AT_ONCE:
-                    await self._change()
-                self._working[name] += count
+        # No client has an empty name.
+        limits = {sampler.id: _OF_SAMPLER, sampler.owner: _OF_CLIENT, "": _AT_ONCE}
+        async with AsyncExitStack() as turns:
+            for whose, most in limits.items():
+                await turns.enter_async_context(self._turns[whose])
+                while self._working[whose] + count > most:
+                    self._freed.clear()
+                    await self._freed.wait()
+            self._working.update(dict.fromkeys(limits, count))
         try:
             yield
         finally:
-            self._working[name] -= count
+            self._working.subtract(dict.fromkeys(limits, count))
             self._freed.set()
-
-    async def _change(self) -> None:
-        """Waits until the engines have more room."""
-        self._freed.clear()
-        await self._freed.wait()
 
     async def _end(self, name: str, number: int, result: TinkerResult) -> None:
         await self._journal.settle(
@@ -291,7 +291,9 @@ class Sampling:
         (answer,) = await self._post(tokens, sampling, adapter, logprob_start_len=0, **others)
         found: dict[str, list[Any]] = answer["meta_info"]
         for asked, name in ((top, "input_top_logprobs"), (chosen, "input_token_ids_logprobs")):
-            if asked and len(found.get(name, ())) != len(tokens):
+            if not asked:
+                found[name] = [None] * len(tokens)
+            elif len(found.get(name, ())) != len(tokens):
                 raise ServiceError(
                     "the engine does not score other tokens beside those of a prompt",
                     field=name,
@@ -299,7 +301,7 @@ class Sampling:
                     remedy="use engines, and a router, that know top_logprobs_num and "
                     "token_ids_logprob",
                 )
-        return {**found, "input_top_logprobs": found.get("input_top_logprobs", [])}
+        return found
 
     async def _completions(
         self, tokens: list[int], sampling: dict[str, Any], adapter: str | None

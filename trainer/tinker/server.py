@@ -1,6 +1,7 @@
 """The server's parts together: accepts operations and keeps their futures."""
 
 import asyncio
+import re
 import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
@@ -43,6 +44,17 @@ _CLONE = 1_000_000_000
 """Numbers of each copy of a sampling client."""
 
 
+def too_many(waiting: int, field: str, value: object) -> Overloaded:
+    """Returns the error for a request of a client that has many; the SDK sends it again later."""
+    return Overloaded(
+        f"{waiting} requests wait",
+        field=field,
+        value=value,
+        remedy="wait for answers before you send more",
+        status=429,
+    )
+
+
 class TinkerServer:
     """Sessions, runs and samplers of one base model.
 
@@ -81,6 +93,8 @@ class TinkerServer:
         self._waiters: dict[tuple[str, int], asyncio.Event] = {}
         """Set when an operation, or any of a line (`_ANY`), has finished."""
         self._tasks: set[asyncio.Task[None]] = set()
+        # A run counts when it is written: of requests at once, one after the other is.
+        self._creating = asyncio.Lock()
         self._training = Training(
             learner,
             self.state,
@@ -152,7 +166,8 @@ class TinkerServer:
         session = self.state.find(TinkerSession, name, owner)
         session.finished = True
         samplers = self.state.owned(Sampler, owner, session=name)
-        await self.state.forget(samplers, self._journal, session)
+        await self._put(session)
+        await self.state.forget(samplers, self._journal)
 
     async def create_sampler(self, owner: str, body: requests.CreateSampler) -> Sampler:
         """Returns the sampler with this number; makes it when there is none."""
@@ -213,9 +228,8 @@ class TinkerServer:
         run = self.state.find(TinkerRun, name, owner)
         await self._training.forget(run)
         gone: list[Fact] = [run, *self.state.owned(Checkpoint, owner, run=name)]
-        for sampler in self.state.owned(Sampler, owner):
-            if sampler.id.startswith(f"{name}:"):  # of weights without a name
-                gone.append(sampler)
+        samplers = self.state.owned(Sampler, owner)  # those of weights without a name go with it
+        gone += [sampler for sampler in samplers if sampler.id.startswith(f"{name}:")]
         await self.state.forget(gone, self._journal)
         await remove_files(self.state.folder(name))
 
@@ -232,7 +246,7 @@ class TinkerServer:
         lora = body.lora_config
         if lora.seed is None:
             lora = replace(lora, seed=sum_of((self._seed, body.model_seq_id)))
-        return await self._begin(owner, body.session_id, body.model_seq_id, lora=lora, body=body)
+        return await self._begin(owner, "create_model", lora, body)
 
     async def load(self, owner: str, body: Any) -> TinkerOperation:
         """Accepts weights for a run, or as a new run."""
@@ -243,33 +257,34 @@ class TinkerServer:
             self.check_model(given.base_model)
         saved = self.state.find(Checkpoint, given.path, owner)
         lora = self.state.find(TinkerRun, saved.run, owner).lora
-        return await self._begin(owner, given.session_id, given.model_seq_id, lora=lora, body=given)
+        return await self._begin(owner, "load_weights", lora, given)
 
     async def _begin(
         self,
         owner: str,
-        session: str,
-        number: int,
-        *,
+        kind: str,
         lora: LoraSpec,
         body: requests.CreateModel | requests.LoadRun,
     ) -> TinkerOperation:
         """Accepts the run with this number of a session, which may exist (for a retry)."""
-        name = f"{self.state.session(session, owner).id}:train:{number}"
-        run = self.state.get(TinkerRun, name)
-        if run is None:
-            self.state.check_quota(owner)
-            about = body.user_metadata
-            run = TinkerRun(name, session, owner, lora, used=time.time(), about=about)
-        kind = "create_model" if isinstance(body, requests.CreateModel) else "load_weights"
-        return await self._accept(TinkerOperation(name, 0, kind, body.stored()), run)
+        session = self.state.session(body.session_id, owner).id
+        name = f"{session}:train:{body.model_seq_id}"
+        async with self._creating:
+            run = self.state.get(TinkerRun, name)
+            if run is None:
+                self.state.check_quota(owner)
+                about = body.user_metadata
+                run = TinkerRun(name, session, owner, lora, used=time.time(), about=about)
+            return await self._accept(TinkerOperation(name, 0, kind, body.stored()), run)
 
     async def accept_pass(self, owner: str, body: bytes) -> TinkerOperation:
         """Accepts a pass in protobuf: a loss, and its gradient unless it says forward only."""
-        place = await asyncio.to_thread(MESSAGES.decode, "Place", body)
-        run = self.state.find(TinkerRun, place["run"], owner)
-        kind = "forward" if place["forward_only"] else "forward_backward"
-        return await self._accept(TinkerOperation(run.id, place["seq"], kind, body))
+        found = await asyncio.to_thread(MESSAGES.decode, "Place", body)
+        given = {"model_id": found["run"], "seq_id": found["seq"]}
+        place = requests.validated(requests.Place, given)
+        run = self.state.find(TinkerRun, place.model_id, owner)
+        kind = "forward" if found["forward_only"] else "forward_backward"
+        return await self._accept(TinkerOperation(run.id, place.seq_id, kind, body))
 
     async def accept(self, owner: str, kind: str, body: Any) -> TinkerOperation:
         """Accepts an operation of a run.
@@ -301,13 +316,7 @@ class TinkerServer:
         work = self._of(operation.line)
         waiting, first = work.queue(operation.line)
         if waiting >= MAX_WAITING:
-            raise Overloaded(
-                f"{MAX_WAITING} requests wait",
-                field="seq_id",
-                value=operation.seq,
-                remedy="wait for results before you send more",
-                status=429,
-            )
+            raise too_many(waiting, "seq_id", operation.seq)
 
         def write(store: TinkerStore) -> bool:
             is_new = store.accept(operation, first)
@@ -337,11 +346,7 @@ class TinkerServer:
     async def result(self, owner: str, request_id: str) -> TinkerResult | None:
         """Returns a result as soon as it is there; None when it is not within `POLL_S`."""
         key = self._parse(owner, request_id)
-
-        def look(store: TinkerStore) -> TinkerResult | None:
-            return store.result(*key)
-
-        return await self._awaited(key, look, POLL_S)
+        return await self._awaited(key, lambda store: store.result(*key), POLL_S)
 
     async def news(self, owner: str, body: requests.RetrieveMany) -> tuple[list[Any], int]:
         """Returns (seq, finished, ok) of what a sampler has finished since the cursor, as soon as
@@ -390,4 +395,4 @@ class TinkerServer:
             self.state.find(Sampler, line, owner)
         else:
             self.state.find(TinkerRun, line, owner)
-        return line, int(number) if number.isdecimal() else -1
+        return line, int(number) if re.fullmatch("[0-9]{1,18}", number) else -1

@@ -88,7 +88,7 @@ class State:
 
     def check_quota(self, owner: str) -> None:
         """Raises TooLarge when a client has as many runs as it may."""
-        runs = len(self.owned(TinkerRun, owner))
+        runs = len(self.owned(TinkerRun, owner, failed=False))
         if runs >= self._most_runs:
             raise TooLarge(
                 f"this client has {runs} runs",
@@ -131,12 +131,10 @@ class State:
         await self.forget(gone, journal)
         await remove_files(self.files(checkpoint))
 
-    async def forget(self, facts: Sequence[Fact], journal: Journal, *kept: Fact) -> None:
-        """Forgets facts with their operations, and writes `kept` in the same transaction."""
+    async def forget(self, facts: Sequence[Fact], journal: Journal) -> None:
+        """Forgets facts with their operations."""
 
         def write(store: TinkerStore) -> None:
-            for fact in kept:
-                store.put(fact)
             for fact in facts:
                 store.drop(fact)
 

@@ -34,7 +34,6 @@ CREATE INDEX by_end ON results (line, finished);
 """
 )
 _KINDS: dict[str, type[Fact]] = {kind.__name__: kind for kind in get_args(Fact)}
-_TABLES = ("operations", "results")
 KEPT_RESULTS = 256
 """Results of a run's latest operations that a client can still ask for."""
 AGAIN_S = 5.0
@@ -54,9 +53,8 @@ class TinkerStore(SqliteStore):
     def __init__(self, path: Path) -> None:
         super().__init__(path, _SCHEMA)
         # It counts on when the latest results have been dropped: clients have seen their numbers.
-        counted = self.db.execute("SELECT seq FROM sqlite_sequence WHERE name = 'results'")
-        last = counted.fetchone()
-        self._finished: int = last[0] if last else 0
+        counted = self.db.execute("SELECT MAX(seq) FROM sqlite_sequence WHERE name = 'results'")
+        self._finished: int = counted.fetchone()[0] or 0
 
     # ------------------------------------------------------------ facts
 
@@ -76,8 +74,7 @@ class TinkerStore(SqliteStore):
     def drop(self, fact: Fact) -> None:
         """Forgets a fact, with all operations if it is a run or a sampler."""
         self.db.execute("DELETE FROM facts WHERE name = ?", (fact.id,))
-        for table in _TABLES:
-            self.db.execute(f"DELETE FROM {table} WHERE line = ?", (fact.id,))  # noqa: S608
+        self._drop("line = ?", [(fact.id,)])
 
     # ------------------------------------------------------------ operations
 
@@ -203,21 +200,21 @@ class TinkerStore(SqliteStore):
 
     def forget(self, line: str, seqs: Sequence[int]) -> None:
         """Drops operations whose results were fetched."""
-        for table in _TABLES:
-            self.db.executemany(
-                f"DELETE FROM {table} WHERE line = ? AND seq = ?",  # noqa: S608
-                [(line, seq) for seq in seqs],
-            )
+        self._drop("line = ? AND seq = ?", [(line, seq) for seq in seqs])
 
-    def passed(self, run: TinkerRun) -> None:
-        """Drops what a run's snapshot makes superfluous: bodies, and what is long before it."""
+    def put_run(self, run: TinkerRun) -> None:
+        """Writes a run, and drops what its snapshot makes superfluous: bodies, and what is long
+        before it.
+        """
+        self.put(run)
         self._drop_bodies(run.id, range(run.snapshot + 1))
         # Without its operation, a result that is gone is not taken for one that is to come.
+        self._drop("line = ? AND seq <= ?", [(run.id, run.snapshot - KEPT_RESULTS)])
+
+    def _drop(self, which: str, values: Sequence[tuple[object, ...]]) -> None:
+        """Drops operations and their results."""
         for table in ("operations", "results"):
-            self.db.execute(
-                f"DELETE FROM {table} WHERE line = ? AND seq <= ?",  # noqa: S608
-                (run.id, run.snapshot - KEPT_RESULTS),
-            )
+            self.db.executemany(f"DELETE FROM {table} WHERE {which}", values)  # noqa: S608
 
     def _drop_bodies(self, line: str, seqs: range) -> None:
         self.db.execute(
@@ -273,18 +270,26 @@ class Journal:
     def _write(self) -> None:
         # An earlier call may have done it already.
         batch = [self._due.get() for _ in range(self._due.qsize())]
-        outcomes: list[Any] = []
-        try:
-            with self._store.transaction():
-                for work, _ in batch:
-                    try:
-                        outcomes.append(work(self._store))
-                    except ServiceError as error:
-                        outcomes.append(error)
-        except Exception as error:
-            outcomes = [error] * len(batch)
+        outcomes = self._outcomes([work for work, _ in batch])
         for (_, done), outcome in zip(batch, outcomes, strict=True):
             if isinstance(outcome, Exception):
                 done.set_exception(outcome)
             else:
                 done.set_result(outcome)
+
+    def _outcomes(self, works: Sequence[Callable[[TinkerStore], Any]]) -> list[Any]:
+        """Does works in one transaction; returns what each returns or raises."""
+        outcomes: list[Any] = []
+        try:
+            with self._store.transaction():
+                for work in works:
+                    try:
+                        outcomes.append(work(self._store))
+                    except ServiceError as error:
+                        outcomes.append(error)
+            return outcomes
+        except Exception as error:
+            if len(works) == 1:
+                return [error]
+        # One of them breaks, and nothing is written: the others are not to fail with it.
+        return [self._outcomes([work])[0] for work in works]

@@ -11,6 +11,7 @@ import json
 import logging
 import shutil
 import time
+from collections import defaultdict
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -118,8 +119,11 @@ class Training:
         self._resident: dict[str, float] = {}
         """Seconds of computing since the snapshot, by run; the run that was used last is last."""
         self._lines: dict[str, _Line] = {}
-        # Whoever waits longest has it next: a run waits for one operation of each other run.
+        # Whoever waits longest for a lock has it next. One run of a client at a time waits for the
+        # learner: a client waits for one operation of each other client, whatever these have sent.
         self._turn = asyncio.Lock()
+        self._turns: dict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
+        """By client."""
 
     def start(self, run: TinkerRun, applied: int) -> None:
         """Adds a run whose operations up to number `applied` have results."""
@@ -142,7 +146,7 @@ class Training:
     async def _work(self, line: _Line) -> None:
         """Applies what waits, in order."""
         while line.following in line.waiting:
-            async with self._turn:
+            async with self._turns[line.run.owner], self._turn:
                 number = line.following
                 if number not in line.waiting:  # the run was deleted
                     return
@@ -168,12 +172,12 @@ class Training:
 
     async def _apply(
         self, run: TinkerRun, operation: TinkerOperation
-    ) -> tuple[list[Fact], Path | None]:
+    ) -> tuple[Sequence[Fact], Path | None]:
         """Applies an operation and writes its result, with the snapshot that is due; returns what
         is on disk now, and the folder of the snapshot before.
         """
         run.used = time.time()
-        facts: list[Fact] = [run]
+        facts: Sequence[Fact] = ()
         outdated = None
         try:
             await self._bring_back(run, operation)
@@ -190,7 +194,7 @@ class Training:
                 # Without it, the run comes back from an earlier one.
                 with suppress(StorageFailed):
                     outdated = await self._save(run, operation.seq)
-            facts += outcome.facts
+            facts = outcome.facts
         except Exception as error:
             # A refusal has changed nothing. What any other error has changed is not known: the run
             # comes back from its snapshot.
@@ -198,6 +202,8 @@ class Training:
                 log.error("operation %s failed", operation.request_id, exc_info=error)
                 await self._lose(run)
             result = failure(error)
+            if operation.seq == 0:
+                run.failed = True
 
         repeatable = result.ok and operation.kind in _CHANGING
 
@@ -205,7 +211,7 @@ class Training:
             store.finish(run.id, operation.seq, result, repeatable=repeatable)
             for fact in facts:
                 store.put(fact)
-            store.passed(run)
+            store.put_run(run)
 
         await self._journal.settle(write)
         return facts, outdated
@@ -232,37 +238,28 @@ class Training:
             await self._put_away(next(iter(self._resident)))
         if operation.seq == 0:  # which creates it
             return
-        since = await self._journal.run(lambda store: store.since(run))
-        if run.snapshot < 0 and not since:
+        if run.failed:
             raise NotFound(
                 "this run could not be created",
                 field="model_id",
                 value=run.id,
                 remedy="see the error of its first operation, and create another run",
             )
+        since = await self._journal.run(lambda store: store.since(run))
         snapshot = self._state.snapshot(run)
         started = time.monotonic()
-        try:
-            await self._thread.call(repeat, self._learner, run, snapshot, since=since)
-        except Exception:
-            await self._lose(run)
-            raise
+        await self._thread.call(repeat, self._learner, run, snapshot, since=since)
         self._resident[run.id] = time.monotonic() - started
 
     async def _put_away(self, name: str) -> None:
         """Frees the memory of an idle run, after a snapshot of what is not saved."""
         line = self._lines[name]
         run = line.run
-
-        def note(store: TinkerStore) -> None:
-            store.put(run)
-            store.passed(run)
-
         if self._resident[name]:
             # Without a snapshot, the run comes back from an earlier one.
             with suppress(StorageFailed):
                 outdated = await self._save(run, line.following - 1)
-                await self._journal.settle(note)
+                await self._journal.settle(lambda store: store.put_run(run))
                 if outdated is not None:
                     await remove_files(outdated)
         await self._lose(run)
@@ -364,9 +361,8 @@ def compute(learner: "RunLearner", run: TinkerRun, operation: TinkerOperation) -
     if kind == "optim_step":
         adam = requests.parse(requests.OptimStep, operation.body).adam_params
         return _json(metrics=learner.optim_step(run.id, adam))
-    given = read_pass(operation.body)
     score = learner.forward if kind == "forward" else learner.forward_backward
-    outputs = score(run.id, given.data, given.loss, given.config)
+    outputs = score(run.id, *read_pass(operation.body))
     return Applied(write_outputs(outputs), is_json=False)
 
 

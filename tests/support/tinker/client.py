@@ -79,3 +79,14 @@ async def serving(
         ) as http,
     ):
         yield Client(http)
+
+
+@asynccontextmanager
+async def with_key(client: Client, key: str) -> AsyncIterator[Client]:
+    """Yields a client of the same server with another key."""
+    async with httpx.AsyncClient(
+        transport=client.http._transport,
+        base_url=client.http.base_url,
+        headers={"x-api-key": key},
+    ) as http:
+        yield Client(http)

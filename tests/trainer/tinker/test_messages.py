@@ -31,12 +31,12 @@ _OF_SDK = bytes.fromhex(
 
 
 def test_reads_what_the_sdk_writes() -> None:
-    found = read_pass(_OF_SDK)
+    data, loss, config = read_pass(_OF_SDK)
     place = MESSAGES.decode("Place", _OF_SDK)
     assert place == {"run": "s:train:0", "seq": 300, "forward_only": 1}
-    assert found.loss == "ppo"
-    assert found.config == {"clip_low_threshold": 0.8, "mode": "x"}
-    one, two = found.data
+    assert loss == "ppo"
+    assert config == {"clip_low_threshold": 0.8, "mode": "x"}
+    one, two = data
     assert one.tokens == [1, 300, 7]
     assert one.inputs["target_tokens"].tolist() == [300, 7, 8]
     assert one.inputs["target_tokens"].dtype == np.int64
@@ -55,8 +55,8 @@ def test_sparse_tensors_are_dense_for_the_learner() -> None:
     ends = np.array([0, 1, 2], "<i8").tobytes()
     columns = np.array([2, 0], "<i8").tobytes()
     sparse = {"values": values, "row_ends": ends, "columns": columns}
-    found = read_pass(_tensor([2, 3], sparse=sparse))
-    assert found.data[0].inputs["weights"].tolist() == [[0, 0, 2], [3, 0, 0]]
+    (datum,), _, _ = read_pass(_tensor([2, 3], sparse=sparse))
+    assert datum.inputs["weights"].tolist() == [[0, 0, 2], [3, 0, 0]]
 
 
 @pytest.mark.parametrize(

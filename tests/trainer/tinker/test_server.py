@@ -1,6 +1,7 @@
 """The server over HTTP, with stand-ins for its models: what is accepted, once, and by whom."""
 
 import asyncio
+import json
 import os
 import random
 import threading
@@ -12,19 +13,21 @@ import httpx
 import numpy as np
 import pytest
 
+from common.errors import InvalidInput
 from common.process.storage import StorageFailed
 from common.settings.config import load
 from common.weights.checksums import checksum
 from services.rollout.engine_client import EngineClient
-from tests.support.tinker.client import Client, serving
+from tests.support.tinker.client import Client, serving, with_key
 from tests.support.tinker.stand_ins import BASE, CountingLearner, EchoEngine, make_server
+from trainer.tinker import app as app_module
 from trainer.tinker import sampling, training
 from trainer.tinker import server as server_module
 from trainer.tinker import state as state_module
 from trainer.tinker import store as store_module
 from trainer.tinker.app import create_tinker_app
 from trainer.tinker.clients import Clients
-from trainer.tinker.interface import AdamParams
+from trainer.tinker.interface import AdamParams, LoraSpec
 from trainer.tinker.messages import MESSAGES
 from trainer.tinker.records import TinkerOperation
 from trainer.tinker.sampling import Adapters
@@ -32,7 +35,9 @@ from trainer.tinker.settings import TINKER_SETTINGS
 from trainer.tinker.store import TinkerStore
 
 _KILLS = int(os.environ.get("TINKER_KILLS", "6"))
-_KEYS = {"TINKER_KEYS": "ann=tml-ann-0123456789,bob=tml-bob-0123456789"}
+_ANN = "tml-ann-0123456789"
+_BOB = "tml-bob-0123456789"
+_KEYS = {"TINKER_KEYS": f"ann={_ANN},bob={_BOB}"}
 
 
 def _loss(response: httpx.Response) -> float:
@@ -84,15 +89,12 @@ async def test_samplers_take_turns_whatever_each_has_sent(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sampling, "_AT_ONCE", 3)
-    monkeypatch.setattr(sampling, "_OF_ONE", 2)
+    monkeypatch.setattr(sampling, "_OF_SAMPLER", 2)
     engine = EchoEngine()
     goes_on = asyncio.Event()
     answer = engine.answer
-    begun = 0
 
     async def slow_answer(request: httpx.Request) -> httpx.Response:
-        nonlocal begun
-        begun += request.url.path == "/generate"
         await goes_on.wait()
         return await answer(request)
 
@@ -117,8 +119,7 @@ async def test_samplers_take_turns_whatever_each_has_sent(
                 sampling_params={"max_tokens": 4},
             )
             ids.append(made["request_id"])
-        while begun < 2:  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
+        await _all_are_queued(client, ids)
         goes_on.set()
         for each in ids:
             await client.result(each)
@@ -126,6 +127,149 @@ async def test_samplers_take_turns_whatever_each_has_sent(
         *([0, 0], [1, 0]),  # of its nine completions, as many count as one may have at once
         *([0, 1], [1, 1], [0, 2]),
     ]
+
+
+async def _all_are_queued(client: Client, ids: list[str]) -> None:
+    """Requests are read from the file before they are queued; a question reads it after them."""
+    sampler = ids[-1].partition(":op:")[0]
+    await client.post("retrieve_futures", target={"sampling_session_id": sampler}, timeout=0)
+
+
+async def test_runs_take_turns_by_client_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of three runs of one client, none has the learner twice before another client has it."""
+    learner = CountingLearner()
+    goes_on = threading.Event()
+    step = learner.optim_step
+
+    def slow_step(run: str, adam: AdamParams) -> dict[str, float]:
+        goes_on.wait()
+        return step(run, adam)
+
+    monkeypatch.setattr(learner, "optim_step", slow_step)
+    async with (
+        serving(tmp_path, learner, EchoEngine(), env=_KEYS, key=_ANN) as ann,
+        with_key(ann, _BOB) as bob,
+    ):
+        of_ann = [await ann.run(number) for number in range(3)]
+        of_bob = await bob.run()
+        ids = [await ann.step(run, number) for run in of_ann for number in (1, 2)]
+        saved = await ann.post("save_weights", model_id=of_ann[0], seq_id=3, path="one")
+        ids.append(saved["request_id"])
+        ids_of_bob = [await bob.step(of_bob, number) for number in (1, 2, 3)]
+        learner.calls.clear()
+        goes_on.set()
+        for client, asked in ((ann, ids), (bob, ids_of_bob)):
+            for each in asked:
+                assert (await client.result(each)).status_code == 200
+    names = {**{run: f"ann {number}" for number, run in enumerate(of_ann)}, of_bob: "bob"}
+    assert [(call, names[run]) for call, run in learner.calls] == [
+        ("optim_step", "ann 0"),
+        ("optim_step", "bob"),
+        ("optim_step", "ann 1"),
+        ("optim_step", "bob"),
+        ("optim_step", "ann 2"),
+        ("optim_step", "bob"),
+        ("optim_step", "ann 0"),
+        ("optim_step", "ann 1"),
+        ("optim_step", "ann 2"),
+        ("save", "ann 0"),
+    ]
+
+
+async def test_samplers_take_turns_by_client_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sampling, "_AT_ONCE", 1)
+    monkeypatch.setattr(sampling, "_OF_CLIENT", 1)
+    monkeypatch.setattr(sampling, "_OF_SAMPLER", 1)
+    engine = EchoEngine()
+    goes_on = asyncio.Event()
+    answer = engine.answer
+
+    async def slow_answer(request: httpx.Request) -> httpx.Response:
+        await goes_on.wait()
+        return await answer(request)
+
+    monkeypatch.setattr(engine, "answer", slow_answer)
+    async with (
+        serving(tmp_path, CountingLearner(), engine, env=_KEYS, key=_ANN) as ann,
+        with_key(ann, _BOB) as bob,
+    ):
+        ids = [
+            await _asked(ann, sampler=sampler, seq=seq, tokens=[sampler, seq])
+            for sampler in range(3)
+            for seq in range(2)
+        ]
+        ids_of_bob = [await _asked(bob, sampler=0, seq=seq, tokens=[9, seq]) for seq in range(2)]
+        await _all_are_queued(bob, ids_of_bob)
+        goes_on.set()
+        for client, asked in ((ann, ids), (bob, ids_of_bob)):
+            for each in asked:
+                await client.result(each)
+    assert [body["input_ids"] for body in engine.requests] == [
+        *([0, 0], [9, 0], [1, 0], [9, 1], [2, 0]),
+        *([0, 1], [1, 1], [2, 1]),
+    ]
+
+
+async def test_one_client_leaves_room_for_another_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the engines, however many samplers it has; and for requests, whatever they wait for."""
+    monkeypatch.setattr(sampling, "_AT_ONCE", 3)
+    monkeypatch.setattr(sampling, "_OF_CLIENT", 2)
+    monkeypatch.setattr(sampling, "_OF_SAMPLER", 2)
+    monkeypatch.setattr(app_module, "_OF_CLIENT", 2)
+    engine = EchoEngine()
+    goes_on = asyncio.Event()
+    answer = engine.answer
+
+    async def slow_answer(request: httpx.Request) -> httpx.Response:
+        if json.loads(request.content)["input_ids"] != [9]:
+            await goes_on.wait()
+        return await answer(request)
+
+    monkeypatch.setattr(engine, "answer", slow_answer)
+    async with (
+        serving(tmp_path, CountingLearner(), engine, env=_KEYS, key=_ANN) as ann,
+        with_key(ann, _BOB) as bob,
+    ):
+        ids = [await _asked(ann, sampler=sampler, seq=0, tokens=[1]) for sampler in range(4)]
+        (await bob.result(await _asked(bob, sampler=0, seq=0, tokens=[9]))).raise_for_status()
+
+        waiting = [asyncio.create_task(ann.result(each)) for each in ids[:2]]
+        async with asyncio.timeout(400):
+            while (refused := await ann.http.get("/api/v1/healthz")).is_success:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        error = refused.json()["error"]
+        assert (refused.status_code, error["field"], error["value"]) == (429, "X-API-Key", "ann")
+        assert (await bob.http.get("/api/v1/healthz")).is_success
+        goes_on.set()
+        for each in waiting:
+            assert (await each).status_code == 200
+        assert (await ann.http.get("/api/v1/healthz")).is_success
+
+
+async def _asked(client: Client, *, sampler: int, seq: int, tokens: list[int]) -> str:
+    """Asks a sampler of the base model, which may be new, for a completion; returns the request."""
+    if not client.session:
+        client.session = (await client.post("create_session", tags=[]))["session_id"]
+    made = await client.post(
+        "create_sampling_session",
+        session_id=client.session,
+        sampling_session_seq_id=sampler,
+        base_model=BASE,
+    )
+    asked = await client.post(
+        "asample",
+        sampling_session_id=made["sampling_session_id"],
+        seq_id=seq,
+        prompt={"chunks": [{"tokens": tokens}]},
+        sampling_params={"max_tokens": 4},
+    )
+    return str(asked["request_id"])
 
 
 async def test_what_is_sent_again_is_the_same_operation(tmp_path: Path) -> None:
@@ -456,8 +600,7 @@ async def test_saved_weights_load_list_expire_and_go(tmp_path: Path) -> None:
 
 
 async def test_downloads_need_their_link_and_no_key(tmp_path: Path) -> None:
-    ann = _KEYS["TINKER_KEYS"].split("=")[1].split(",")[0]
-    options = {"env": _KEYS, "key": ann}
+    options = {"env": _KEYS, "key": _ANN}
     async with serving(tmp_path, CountingLearner(), EchoEngine(), **options) as client:
         run = await client.run()
         saved = await client.post("save_weights_external", model_id=run, seq_id=1, path="out")
@@ -468,7 +611,7 @@ async def test_downloads_need_their_link_and_no_key(tmp_path: Path) -> None:
         url = listed.json()["urls"]["adapter_model.safetensors"]
         del client.http.headers["x-api-key"]
         assert (await client.http.get(url)).content == np.array([3.0, 0.0]).tobytes()
-        for wrong in (url[:-1] + "!", url.replace("expires=1", "expires=9")):
+        for wrong in (url[:-1] + "!", url[:-1] + "%C3%A4", url.replace("expires=1", "expires=9")):
             assert (await client.http.get(wrong)).status_code == 401
 
 
@@ -661,14 +804,39 @@ async def test_other_tokens_are_scored_where_the_client_asks(tmp_path: Path) -> 
         layout = MESSAGES.decode("Samples", answer.content)["targets"]["sparse"]
         assert np.frombuffer(layout["values"], "<f4").tolist() == [-2 - 3 / 64, -2 - 9 / 64]
         assert np.frombuffer(layout["row_ends"], "<i8").tolist() == [0, 0, 2]
-        wrong = await _sampled(client, sampler, seq=2, target_prompt_logprobs=dense)
-        assert "target_prompt_logprobs" in wrong.json()["error"]
+        nothing = await _sampled(
+            client,
+            sampler,
+            seq=2,
+            tokens=prompt,
+            target_prompt_logprobs={**dense, "data": [-1, -1, -1, -1]},
+        )
+        targets = MESSAGES.decode("Samples", nothing.content)["targets"]["dense"]
+        assert np.frombuffer(targets, "<f4").tolist() == [0, 0, 0, 0]
+
+        others: list[dict[str, Any]] = [
+            {**dense, "shape": [3, 2]},
+            {**dense, "shape": [1 << 40, 1 << 40]},
+            {**dense, "data": [3]},
+            {**sparse, "sparse_crow_indices": []},
+            {**sparse, "sparse_crow_indices": [0, 2]},
+            {**sparse, "sparse_crow_indices": [2, 1, 0]},
+            {**sparse, "sparse_col_indices": []},
+            {**sparse, "sparse_col_indices": [0, 2]},
+            {**sparse, "sparse_col_indices": [-1, 0]},
+        ]
+        for number, other in enumerate(others):
+            wrong = await _sampled(
+                client, sampler, seq=3 + number, tokens=prompt, target_prompt_logprobs=other
+            )
+            assert wrong.json()["category"] == "user", other
+            assert "target_prompt_logprobs" in wrong.json()["error"]
 
 
 async def test_clients_see_only_what_is_theirs(tmp_path: Path) -> None:
-    ann, bob = (entry.split("=")[1] for entry in _KEYS["TINKER_KEYS"].split(","))
     engine = EchoEngine()
-    async with serving(tmp_path, CountingLearner(), engine, env=_KEYS, key=ann, most_runs=1) as one:
+    options = {"env": _KEYS, "key": _ANN, "most_runs": 1}
+    async with serving(tmp_path, CountingLearner(), engine, **options) as one:
         run = await one.run()
         over = await one.http.post(
             "/api/v1/create_model",
@@ -680,7 +848,7 @@ async def test_clients_see_only_what_is_theirs(tmp_path: Path) -> None:
             },
         )
         assert over.status_code == 413
-        one.http.headers["x-api-key"] = bob
+        one.http.headers["x-api-key"] = _BOB
         for call in ("get_info", "optim_step"):
             body = {"model_id": run, "seq_id": 1, "adam_params": {}}
             if call == "get_info":
@@ -691,9 +859,94 @@ async def test_clients_see_only_what_is_theirs(tmp_path: Path) -> None:
         for wrong in ("", "tml-nobody-0123456789"):
             one.http.headers["x-api-key"] = wrong
             assert (await one.http.get("/api/v1/healthz")).status_code == 401
-        one.http.headers["x-api-key"] = ann
+        one.http.headers["x-api-key"] = _ANN
         await one.http.delete(f"/api/v1/training_runs/{run}")
         assert await one.run(1) != run
+
+
+class _Refusing(CountingLearner):
+    def create(self, run: str, spec: LoraSpec) -> None:
+        if spec.rank == 7:
+            raise InvalidInput("no such rank", field="lora_config.rank", value=spec.rank)
+        if spec.rank == 8:
+            raise RuntimeError("out of memory")
+        super().create(run, spec)
+
+
+async def _created(client: Client, number: int, rank: int = 4) -> httpx.Response:
+    """Asks for a run."""
+    if not client.session:
+        client.session = (await client.post("create_session", tags=[]))["session_id"]
+    body = {"session_id": client.session, "model_seq_id": number, "base_model": BASE}
+    lora = {"rank": rank}
+    return await client.http.post("/api/v1/create_model", json={**body, "lora_config": lora})
+
+
+async def test_only_runs_that_there_are_count_for_a_client(tmp_path: Path) -> None:
+    """Not what failed at creation, for the client's reason or the server's, and not what was
+    deleted; neither at once nor after the server was started again.
+    """
+    runs = {}
+    engine = EchoEngine()
+    async with serving(tmp_path, _Refusing(), engine, most_runs=2) as client:
+        await client.run(0)
+        for number, rank in ((1, 7), (2, 8), (3, 7)):
+            made = (await _created(client, number, rank)).json()
+            runs[number] = made["model_id"]
+            assert "category" in (await client.result(made["request_id"])).json()
+        saved = await client.post(
+            "save_weights_for_sampler", model_id=client.session + ":train:0", seq_id=1, path="one"
+        )
+        path = (await client.result(saved["request_id"])).json()["path"]
+        loaded = await client.post(
+            "load_weights", session_id=client.session, model_seq_id=4, path=path, optimizer=True
+        )
+        assert (await client.result(loaded["request_id"])).json()["category"] == "user"
+        session = client.session
+
+    for number in (5, 6):
+        async with serving(tmp_path, _Refusing(), engine, most_runs=2) as client:
+            client.session = session
+            # What failed is told again, also to who creates it again.
+            again = (await _created(client, 1, rank=7)).json()
+            assert "no such rank" in (await client.result(again["request_id"])).json()["error"]
+            listed = (await client.http.get("/api/v1/training_runs")).json()["training_runs"]
+            assert [each["training_run_id"] for each in listed] == [f"{session}:train:0"]
+            found = (await client.http.get(f"/api/v1/sessions/{session}")).json()
+            assert found["training_run_ids"] == [f"{session}:train:0"]
+
+            made = await _created(client, number)
+            assert (await client.result(made.json()["request_id"])).json()["model_id"]
+            assert (await _created(client, number + 10)).status_code == 413
+            await client.http.delete(f"/api/v1/training_runs/{made.json()['model_id']}")
+
+
+async def test_of_runs_asked_for_at_once_no_more_than_allowed_are_created(tmp_path: Path) -> None:
+    async with serving(tmp_path, CountingLearner(), EchoEngine(), most_runs=2) as client:
+        client.session = (await client.post("create_session", tags=[]))["session_id"]
+        answers = await asyncio.gather(*(_created(client, number) for number in range(5)))
+        assert sorted(answer.status_code for answer in answers) == [200, 200, 413, 413, 413]
+
+
+async def test_a_run_whose_server_was_killed_before_it_was_created_counts_once(
+    tmp_path: Path,
+) -> None:
+    """It is created, or fails, when the server is started again."""
+    for number, (rank, counts) in enumerate([(4, True), (7, False)]):
+        directory = tmp_path / str(number)
+        server = make_server(directory, _Refusing(), EchoEngine(), most_runs=1)
+        app = create_tinker_app(server, Clients({}), BASE, server.running)
+        context = server.running()
+        await context.__aenter__()
+        http = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://127.0.0.1")
+        client = Client(http)
+        made = (await _created(client, 0, rank)).json()
+        await _kill(server, after=0)
+        async with serving(directory, _Refusing(), EchoEngine(), most_runs=1) as again:
+            again.session = client.session
+            await again.result(made["request_id"])
+            other = await _created(again, 1)
+            assert other.status_code == (413 if counts else 200)
 
 
 @pytest.mark.parametrize(
@@ -768,6 +1021,42 @@ async def test_a_refused_operation_counts_and_those_after_it_are_applied(
         assert failed.json()["category"] == "user"
         assert f"field: {field}" in failed.json()["error"]
         assert (await client.result(later)).json()["metrics"] == {"weight:mean": 3.0}
+
+
+async def test_numbers_beyond_those_of_a_file_are_refused(tmp_path: Path) -> None:
+    """By their names, and nothing else fails with them."""
+    async with serving(tmp_path, CountingLearner(), EchoEngine()) as client:
+        run = await client.run()
+        asked = await _asked(client, sampler=0, seq=0, tokens=[1])
+        sampler = asked.partition(":op:")[0]
+        sample = {"prompt": {"chunks": []}, "sampling_params": {}, "sampling_session_id": sampler}
+        target = {"sampling_session_id": sampler}
+        for number in (1 << 63, (1 << 64) - 1):
+            for call, body, field in (
+                ("optim_step", {"model_id": run, "seq_id": number}, "seq_id"),
+                ("asample", {**sample, "seq_id": number}, "seq_id"),
+                ("retrieve_futures", {"target": target, "prev_cursor": number}, "prev_cursor"),
+                (
+                    "retrieve_futures",
+                    {"target": {**target, "cloned_sampler_id": number}},
+                    "target.cloned_sampler_id",
+                ),
+            ):
+                answer = await client.http.post(f"/api/v1/{call}", json=body)
+                assert (answer.status_code, answer.json()["error"]["field"]) == (422, field)
+            content = MESSAGES.encode("Pass", {"run": run, "seq": number})
+            kind = {"content-type": "application/x-protobuf"}
+            answer = await client.http.post("/api/v1/forward", content=content, headers=kind)
+            assert (answer.status_code, answer.json()["error"]["field"]) == (422, "seq_id")
+            for request_id in (f"{run}:op:{number}", f"{run}:op:\u0661", f"{run}:op:\u00b2"):
+                assert (await client.result(request_id)).status_code == 404
+            gone = {
+                "target": target,
+                "timeout": 0,
+                "retrieved_request_ids": [f"{sampler}:op:{number}"],
+            }
+            assert (await client.http.post("/api/v1/retrieve_futures", json=gone)).is_success
+        assert (await client.result(await client.step(run, 1))).status_code == 200
 
 
 async def test_a_sampler_keeps_its_weights_and_the_numbers_of_its_clients(tmp_path: Path) -> None:

@@ -72,7 +72,7 @@ def test_a_snapshot_makes_bodies_superfluous(tmp_path: Path) -> None:
         for seq in (1, 2, 3, 4):
             store.accept(_operation(seq, kind="forward" if seq == 4 else "optim_step"))
             store.finish(_RUN.id, seq, _DONE, repeatable=seq != 4)
-        store.passed(_RUN)
+        store.put_run(_RUN)
         assert [each.seq for each, _ in store.since(_RUN)] == [3]
         (bodies,) = store.db.execute("SELECT COUNT(body) FROM operations").fetchone()
         assert bodies == 1
@@ -88,7 +88,7 @@ def test_what_is_long_before_a_snapshot_is_forgotten(
         for seq in (1, 2):
             store.accept(_operation(seq))
             store.finish(_RUN.id, seq, _DONE, repeatable=True)
-        store.passed(_RUN)
+        store.put_run(_RUN)
         assert store.waiting() == []
         assert store.result(_RUN.id, 2) is not None
         with pytest.raises(NotFound):
@@ -161,6 +161,21 @@ def test_a_second_server_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     with pytest.raises(ConfigError):
         _store(tmp_path)
     store.close()
+
+
+async def test_work_that_breaks_breaks_alone(tmp_path: Path) -> None:
+    """What others have sent in the same moment is written."""
+    journal = Journal(_store(tmp_path))
+    outcomes = await asyncio.gather(
+        journal.run(lambda store: store.accept(_operation(1))),
+        journal.run(lambda store: store.accept(_operation(1 << 64))),
+        journal.run(lambda store: store.db.execute("nonsense")),
+        journal.run(lambda store: store.accept(_operation(2))),
+        return_exceptions=True,
+    )
+    assert [type(each) for each in outcomes] == [bool, OverflowError, StorageFailed, bool]
+    assert await journal.run(lambda store: store.waiting()) == [(_RUN.id, 1), (_RUN.id, 2)]
+    await journal.close()
 
 
 async def test_work_that_is_due_together_is_one_transaction(tmp_path: Path) -> None:
