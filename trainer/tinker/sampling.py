@@ -19,6 +19,7 @@ from typing import Any
 
 import orjson
 
+from common.clients.base import Unreachable
 from common.clients.rollout import RolloutClient, single_seed
 from common.errors import NotFound, ServiceError
 from common.weights.checksums import checksum
@@ -220,7 +221,6 @@ class Sampling:
             error.remedy = "save weights with a name to keep them: of others a run has the newest"
             raise
         name = f"{checkpoint.run.replace(':', '-')}-{checkpoint.folder}@{checkpoint.checksum}"
-        files = self._state.files(checkpoint)
         seed = f"{checkpoint.checksum} {checkpoint.copies} {sampler.copy}"
         weights = f"{checkpoint.path}@{checkpoint.checksum}"
 
@@ -228,13 +228,16 @@ class Sampling:
         again = False
         while True:
             try:
-                async with self._adapters.use(name, files, again=again):
+                async with self._adapters.use(name, self._state.files(checkpoint), again=again):
                     return await self._generate(body, name, seed), weights
             except ServiceError as error:
-                is_missing = error.status == 400 and "loaded" in str(error)
+                is_missing = isinstance(error, Unreachable) or (
+                    error.status == 400 and "loaded" in str(error)
+                )
                 if not is_missing or time.monotonic() > deadline:
                     raise
-            # An engine was restarted since. The router may know it before its node has reported.
+            # An engine is starting, or was started again since. The router may know it before its
+            # node has reported.
             await asyncio.sleep(_AGAIN_S if again else 0)
             again = True
 

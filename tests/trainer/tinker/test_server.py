@@ -13,6 +13,7 @@ import httpx
 import numpy as np
 import pytest
 
+from common.clients.base import Unreachable
 from common.errors import InvalidInput
 from common.process.storage import StorageFailed
 from common.settings.config import load
@@ -661,6 +662,28 @@ async def test_samples_are_of_the_weights_that_were_saved(
         failed = (await _sampled(client, f"{run}:sample:4", seq=2)).json()
         assert failed["category"] == "server"
         assert "checksum" in failed["error"]
+
+
+async def test_a_sample_waits_for_an_engine_that_starts_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is asked for its adapters for less long than a start takes."""
+    monkeypatch.setattr(sampling, "_AGAIN_S", 0.01)
+    failures = [Unreachable("engine did not answer GET /v1/models in time") for _ in range(3)]
+    adapters = EngineClient.adapters
+
+    async def adapters_later(engine: EngineClient) -> dict[str, str]:
+        if failures:
+            raise failures.pop()
+        return await adapters(engine)
+
+    monkeypatch.setattr(EngineClient, "adapters", adapters_later)
+    async with serving(tmp_path, CountingLearner(), EchoEngine()) as client:
+        run = await client.run()
+        saved = await client.post("save_weights_for_sampler", model_id=run, seq_id=1)
+        name = (await client.result(saved["request_id"])).json()["sampling_session_id"]
+        assert _logprobs(await _sampled(client, name, seq=0))[0] == 3
+    assert not failures
 
 
 async def test_a_loop_that_goes_on_from_a_checkpoint_gets_the_same_samples(tmp_path: Path) -> None:
