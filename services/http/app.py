@@ -137,7 +137,7 @@ def create_app(
 
     @asynccontextmanager
     async def run(app: FastAPI) -> AsyncIterator[None]:
-        app.state.draining = False
+        app.state.draining.clear()
         watchdog.follow(asyncio.get_running_loop())
         async with lifespan() if lifespan else nullcontext():
             yield
@@ -153,7 +153,7 @@ def create_app(
     )
     app.bare_routes = []
     app.router.route_class = _JsonRoute
-    app.state.draining = False
+    app.state.draining = asyncio.Event()
     app.state.metrics = metrics
     app.state.load = load
     inner = GoingBack(app.serve, store) if store else app.serve
@@ -164,7 +164,7 @@ def create_app(
     add_error_handlers(app)
 
     def problem() -> str | ServiceLost | None:
-        return "draining: the process is ending" if app.state.draining else not_ready()
+        return "draining: the process is ending" if app.state.draining.is_set() else not_ready()
 
     metrics.healthy.set_function(lambda: problem() is None)
 
@@ -272,7 +272,7 @@ class Server(uvicorn.Server):
         super().__init__(config)
 
     def handle_exit(self, sig: int, frame: Any) -> None:
-        self.app.state.draining = True
+        self.app.state.draining.set()
         super().handle_exit(sig, frame)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:

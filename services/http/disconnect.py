@@ -10,8 +10,6 @@ from common.errors import NotReady, ServiceError
 from services.http.connections import BoundedConnection, connection_of
 
 _T = TypeVar("_T")
-_WATCH_S = 0.25
-"""Seconds between two looks at whether the service stops."""
 
 
 class ClientGone(ServiceError):
@@ -74,6 +72,5 @@ def _when_lost(
 
 
 async def _when_draining(request: Request, cancel: Callable[[ServiceError], None]) -> None:
-    while not request.app.state.draining:  # noqa: ASYNC110
-        await asyncio.sleep(_WATCH_S)
+    await request.app.state.draining.wait()
     cancel(NotReady("the service is stopping", remedy="try again"))

@@ -146,10 +146,12 @@ class SqliteStore:
         unnamed = self.path.with_name(f"{self.path.name}.new")
         unnamed.unlink(missing_ok=True)
         with closing(self._connect(unnamed)) as db:
-            db.executescript(schema)
+            # One transaction: each declaration alone would be synced.
+            db.executescript(f"BEGIN; {schema}")
             self._store_mark(db, StoreMark(secrets.randbits(52), 0))
             self.fill(db)
             db.execute(f"PRAGMA user_version = {self.layout}")
+            db.execute("COMMIT")
         unnamed.replace(self.path)
         directory = os.open(self.path.parent, os.O_RDONLY)
         try:

@@ -137,12 +137,13 @@ class ReplayBuffer:
         rows = [_row(group, f"groups[{i}]") for i, group in enumerate(groups)]
         return self.store.add(rows, self.capacity)
 
-    def take(self, request: TakeRequest) -> Lease | None:
+    def take(self, request: TakeRequest, *, ends: bool = False) -> Lease | None:
         """Leases the first `count` fresh groups, ordered by (weight version, position, id): to a
         run for as long as it is the current one, to other clients for `lease_s` seconds.
 
-        Returns None when there are fewer. A retry with the same request id gets the same groups as
-        long as they are leased to it, and none after that.
+        Returns None when there are fewer, or an empty lease when the request `ends`. A retry with
+        the same request id gets the same groups as long as they are leased to it, and none after
+        that.
         Fresh groups older than `min_version` are evicted. Raises Conflict when the run has ended.
         """
         self.runs.check_current(request.run_id)
@@ -157,7 +158,7 @@ class ReplayBuffer:
         # How long an update takes, or dynamic sampling looks for further groups, is no matter of
         # time; the groups of a run that ended are given back when the next one begins.
         lease_s = _AS_LONG_AS_THE_RUN_S if request.run_id else self.lease_s
-        return self.store.take(request, self.clock(), lease_s)
+        return self.store.take(request, self.clock(), lease_s, ends=ends)
 
     def next_expiry_s(self) -> float | None:
         """Returns the seconds until the first lease ends; None without leases."""

@@ -145,10 +145,13 @@ class Store(Database):
 
     # ------------------------------------------------------------ the queue
 
-    def take(self, request: TakeRequest, now: float, lease_s: float) -> Lease | None:
+    def take(
+        self, request: TakeRequest, now: float, lease_s: float, *, ends: bool = False
+    ) -> Lease | None:
         """Leases the first `count` fresh groups, or returns those this request has leased; None
-        when there are too few. A request whose answer has ended gets no groups: a copy of it that
-        arrives late would lease them to nobody.
+        when there are too few, unless the request `ends`. A request that has ended gets no groups:
+        a copy of it that arrives late would lease them to nobody. If that cannot be stored,
+        StorageFailed lets the client ask again.
 
         Raises InvalidInput when the request id already has a lease with another count or version.
         """
@@ -173,7 +176,9 @@ class Store(Database):
                 self._evict(request)
                 taken = self._first_fresh(request.count)
             if len(taken) < request.count:
-                return None
+                if not ends:
+                    return None
+                taken = []
             for key, record in taken:
                 leased = record._replace(
                     state="leased", request_id=request.request_id, lease_until=now + lease_s
@@ -197,14 +202,6 @@ class Store(Database):
         if turns != sorted(turns) or len(found) < min(count, waiting):
             raise Damaged("the index of the groups that wait to be taken is wrong")
         return found
-
-    def end_take(self, request_id: str) -> Lease:
-        """Ends a request without groups, so that it gets none later. Raises StorageFailed, after
-        which the client asks again: a copy that arrives late could lease groups to nobody.
-        """
-        with self.transaction():
-            self._answered(request_id)
-        return Lease([], [], self.evicted_for(request_id))
 
     def evicted_for(self, request_id: str) -> int:
         """Returns how many groups were too old for this request. The number is stored, since a

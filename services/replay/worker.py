@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 from collections.abc import Callable
+from functools import partial
 from typing import TypeVar
 
 from common.process import logs
@@ -57,12 +58,10 @@ class Worker(OneThread):
         deadline = loop.time() + request.wait_s
         while True:
             seen = self._arrivals
-            taken = await self.call_of_run(self.buffer.take, request)
+            left = deadline - loop.time()
+            taken = await self.call_of_run(partial(self.buffer.take, ends=left <= 0), request)
             if taken is not None:
                 return taken
-            left = deadline - loop.time()
-            if left <= 0:
-                return await self.call(self.buffer.store.end_take, request.request_id)
             expiry = await self.call(self.buffer.next_expiry_s)
             wait_s = left if expiry is None else min(left, expiry + 0.001)
             await self._arrival(seen, request.count, wait_s)

@@ -128,7 +128,7 @@ async def test_stopping_service_cancels_only_work_that_allows_it() -> None:
         await longer.started.wait()
         second = ask(port)
         await short.started.wait()
-        app.state.draining = True
+        app.state.draining.set()
         assert "stopping" in str(await stopped)
         assert short.cancelled
         assert not longer.cancelled

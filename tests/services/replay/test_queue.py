@@ -301,10 +301,10 @@ async def test_draining_ends_a_wait_without_losing_groups(
         )
     )
     await asyncio.sleep(0.1)
-    app.state.draining = True
+    app.state.draining.set()
     with pytest.raises(Unreachable, match="stopping"):
         await asyncio.wait_for(waiting, 400)
-    app.state.draining = False
+    app.state.draining.clear()
     await client.add([make_group("a")])
     assert ids((await client.take(take(1, "s"))).groups) == ["a"]
 
@@ -418,7 +418,9 @@ def test_a_copy_of_a_take_that_arrives_after_its_end_leases_nothing(
     copied = take(2, "run-1-take-1", run_id=run_id, min_version=1)
     if end == "empty":
         assert buffer.take(copied) is None
-        assert buffer.store.end_take(copied.request_id).evicted == 1
+        ended = buffer.take(copied, ends=True)
+        assert ended is not None
+        assert (ended.ids, ended.evicted) == ([], 1)
     else:
         buffer.add([make_group("a", 1), make_group("b", 1)])
         taken = buffer.take(copied)

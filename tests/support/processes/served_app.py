@@ -30,7 +30,7 @@ def fuzzed(service: str, directory: Path, model: Path) -> FastAPI:
 
         @asynccontextmanager
         async def life(_: FastAPI):  # type: ignore[no-untyped-def]
-            app.state.draining = False
+            app.state.draining.clear()
             yield
 
         app.router.lifespan_context = life
