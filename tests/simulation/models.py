@@ -128,13 +128,33 @@ class ReplayModel(StoreModel):
         self._answers: dict[str, list[str]] = {}
         self.consumed: set[str] = set()
         self._added: set[str] = set()
+        self._versions: dict[str, int] = {}
+        """By id, the versions of the groups that were sent, whether they were stored or not."""
+        self._evicted: dict[str, int] = {}
+        """By request, how many groups were too old for it."""
+        self._oldest = 0
+        """The oldest version that a call has asked for."""
+        self._knows_run = True
+        """Whether a run has begun since the volume was replaced: until then the store cannot tell the
+        runs apart, and may have groups that this model has forgotten."""
 
     def _clear(self) -> None:
         self._leases.clear()
         self._answers.clear()
         self._added.clear()
+        self._versions.clear()
+        self._evicted.clear()
+        self._oldest = 0
+        self._knows_run = True
+
+    def forget(self) -> None:
+        super().forget()
+        self._knows_run = False
 
     def asked(self, call: Call) -> Answered:
+        if str(call) == "POST /groups":
+            for group in msgspec.msgpack.decode(call.content)["groups"]:
+                self._versions[group["id"]] = _version(group)
         if call.path == "/groups/reset_fresh":
             run = call.params["run_id"]
             if "from_position" in call.params:
@@ -151,8 +171,9 @@ class ReplayModel(StoreModel):
             expect(added <= len(ids) - again, f"{added} of {ids} were added, {again} a second time")
             self._added |= ids
         elif call == "POST /groups/take":
-            taken = msgspec.msgpack.decode(reply.content)["ids"]
-            self._take(asked.json(), taken)
+            taken = msgspec.msgpack.decode(reply.content)
+            self._take(asked.json(), taken["ids"])
+            self._evict(asked.json(), taken["evicted"])
         elif call == "POST /groups/ack":
             self.consumed |= set(asked.json()["ids"])
 
@@ -164,8 +185,33 @@ class ReplayModel(StoreModel):
         expect(len(ids) in (0, asked["count"]), f"{name} got {len(ids)} of {asked['count']} groups")
         for group in ids:
             owner = self._leases.setdefault(group, name)
-            expect(owner == name, f"{group} is leased to {owner} and to {name}")
+            # Of two trainers each gets back what the other one leased, and refuses it.
+            is_other_run = not self._knows_run and _run_of(owner) != _run_of(name)
+            expect(owner == name or is_other_run, f"{group} is leased to {owner} and to {name}")
             expect(group not in self.consumed, f"{group} is leased after its acknowledgement")
+
+    def _evict(self, asked: dict[str, Any], count: int) -> None:
+        name = asked["request_id"]
+        self._evicted[name] = count
+        evicted = sum(self._evicted.values())
+        # A copy of an earlier call may come now.
+        self._oldest = max(self._oldest, asked["min_version"])
+        old = [group for group, version in self._versions.items() if version < self._oldest]
+        left = len(set(old) - set(self._leases))
+        is_possible = evicted <= left or not self._knows_run
+        expect(
+            is_possible, f"{evicted} groups were evicted, the last for {name}; {left} are too old"
+        )
+
+
+def _run_of(request_id: str) -> str:
+    return request_id.partition("-take-")[0]
+
+
+def _version(group: dict[str, Any]) -> int:
+    """Returns the oldest version that sampled a token of a group."""
+    versions = (span[0] for each in group["completions"] for span in each["weight_versions"])
+    return int(min(versions))
 
 
 class RewardModel(StoreModel):

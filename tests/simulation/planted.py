@@ -66,8 +66,8 @@ BUGS = {
     ),
     "a take that ended empty is not over": Bug(
         "services/replay/store.py",
-        "with self.transaction():\n            self._answered(request_id)",
-        "with self.transaction():\n            pass",
+        "                taken = []\n",
+        "                return Lease([], [], self.evicted_for(request.request_id))\n",
     ),
     "an added group is stored again": Bug(
         "services/replay/store.py",
@@ -333,6 +333,21 @@ _FLEET = {
     "a node of any version may serve": Bug(
         "trainer/weights/board.py", "            self._confirmed = manifest\n", ""
     ),
+    # ---------------------------------------------------------------- a node's weights
+    "a version of an earlier run is in the way": Bug(
+        "services/rollout/weights/store.py",
+        "        self._forget(target)  # another run's version, or other content\n",
+        "",
+    ),
+    "a version of an earlier run is not replaced": Bug(
+        "services/rollout/weights/follow.py",
+        "WeightId.of(manifest) == self._state.serves\n",
+        "manifest.version == getattr(self._state.serves, 'version', None)\n",
+    ),
+    # ---------------------------------------------------------------- time
+    "an agent that is cut off leaves after the trainer has gone on": Bug(
+        "services/rollout/first_node.py", "_CUT_OFF_S = 20.0", "_CUT_OFF_S = 60.0"
+    ),
 }
 
 _EPISODES = {
@@ -349,6 +364,9 @@ _EPISODES = {
         "services/environment/service.py",
         "if known is None or known.task.cancelled():",
         "if known is None or known.task.done():",
+    ),
+    "a request that is forgotten takes all with it": Bug(
+        "services/environment/service.py", "if known.task is task:", "if True:"
     ),
     "an episode that was lost is a zero": Bug(
         "services/environment/outcome.py",
@@ -370,6 +388,9 @@ _EPISODES = {
         "services/environment/app.py",
         "answer.call.was_taken = connection.deliver().taken",
         "connection.deliver()",
+    ),
+    "an answer that nobody took counts as read": Bug(
+        "services/environment/session.py", "if taken is False:", "if False:"
     ),
     "an equal call is the same call": Bug(
         "services/environment/session.py", "        if calls and is_retry:", "        if calls:"
@@ -425,6 +446,16 @@ _TAKEOVER = {
         "services/data/stream.py",
         "            self._runs.check(logs.run_id())\n            position = None",
         "            position = None",
+    ),
+    "a run that has ended sets the stream back": Bug(
+        "services/data/stream.py",
+        "            self._runs.check(run_id)\n            if request_id",
+        "            if request_id",
+    ),
+    "a data-server that starts again knows of no runs": Bug(
+        "services/data/stream.py",
+        "                self.begin_run(run_id)\n",
+        "                pass\n",
     ),
     "no run ends": Bug("common/process/current_run.py", "            self._run = run_id\n", ""),
     "a run that was taken over begins again": Bug(

@@ -22,9 +22,10 @@ FULL_WHILE_IT_STARTS = (955, 1148)
 LISTED_WHILE_IT_STARTS = (97,)
 """Seeds with which a node comes back, cut off from the trainer, while the router lists its engine."""
 
-FORGOTTEN = (10_021,)
+FORGOTTEN = (10_021, 20_223)
 """Seeds with which a replay-buffer that lost its volume does not know that the run of a trainer which
-wakes up has ended: it took that run's groups, and was full of them."""
+wakes up has ended: it took that run's groups, and was full of them; each of two trainers got the
+groups of the other one, and ended."""
 
 
 def simulate_all(seeds: Iterable[int], scene: str = "groups") -> None:

@@ -103,11 +103,20 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         heapq.heappush(self._timers, (when, next(self._numbers), timer))
         return timer
 
+    def call_later(  # type: ignore[override]
+        self,
+        delay: float,
+        callback: Any,
+        *arguments: Any,
+        context: contextvars.Context | None = None,
+    ) -> asyncio.TimerHandle:
+        return self.call_at(self.now + delay, callback, *arguments, context=context)
+
     def _run_once(self) -> None:
         """Runs what is due, in the place of asyncio's: to wait is to move the clock."""
         ready = self._ready
         timers = self._timers
-        while timers and timers[0][2].cancelled():
+        while timers and timers[0][2]._cancelled:
             heapq.heappop(timers)
         if not ready and not self._stopping:
             if not timers:
@@ -119,7 +128,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         # What these begin follows in the next turn.
         for _ in range(len(ready)):
             handle = ready.popleft()
-            if not handle.cancelled():
+            if not handle._cancelled:
                 handle._run()
 
     def time(self) -> float:
@@ -128,7 +137,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
     def create_task(  # type: ignore[override]
         self, coroutine: Any, *, context: contextvars.Context | None = None, **options: Any
     ) -> asyncio.Task[Any]:
-        task = super().create_task(coroutine, context=context, **options)
+        task = asyncio.Task(coroutine, loop=self, context=context, **options)
         self._owners[task] = process.get() if context is None else context.get(process, "")
         return task
 
@@ -160,7 +169,9 @@ class VirtualLoop(asyncio.SelectorEventLoop):
                 handle = asyncio.Handle(callback, arguments, self, context)
                 waiting.append(handle)
                 return handle
-        return super().call_soon(callback, *arguments, context=context)
+        handle = asyncio.Handle(callback, arguments, self, context)
+        self._ready.append(handle)
+        return handle
 
     def _write_to_self(self) -> None:
         """Wakes nobody: there are no other threads."""
