@@ -94,6 +94,14 @@ def prepared(
     }
     with argument_names({}):
         config = from_mapping(content)
+        last = config.trainer.max_steps
+        if last is not None and last <= step:
+            raise ConfigError(
+                "the fork would end before it trains a step",
+                field="trainer.max_steps",
+                value=last,
+                remedy=f"set one above {step}",
+            )
         if not needs_settings:
             # What the services refuse, before updates are computed again.
             RewardService(config.reward)

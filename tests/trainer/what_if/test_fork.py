@@ -233,6 +233,7 @@ def test_problems_that_are_left_out_are_not_asked_again(
         "model.chat_template={{ messages",
         "sampling.group_size=1",
         "optimizer.learning_rat=1",
+        "trainer.max_steps=3",
     ],
 )
 def test_what_is_refused_is_refused_before_anything_is_written(
