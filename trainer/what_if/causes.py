@@ -147,7 +147,8 @@ def duplicates(facts: RunFacts) -> Trace | None:
                 ids.setdefault(group.prompt_id, (step, group.id))
     total = sum(map(len, problems.values()))
     most = max(problems.values(), key=len, default={})
-    if total < _FEWEST or (len(most) < _ODD * total and len(problems) > _MOST * total):
+    is_one_often = len(most) >= max(_FEWEST, _ODD * total)
+    if not is_one_often and (total < _FEWEST or len(problems) > _MOST * total):
         return None
     names, places = zip(*list(most.items())[:_SHOWN], strict=True)
     evidence = (total, len(problems), len(most), ", ".join(names))

@@ -255,6 +255,16 @@ def test_what_the_groups_that_carry_an_update_have_in_common(
     assert _traits(half[:1], others[:1]) == ["1 of 2 groups make half of the update"]
 
 
+def test_eight_problems_that_come_again_and_again_are_no_copies(tmp_path: Path) -> None:
+    facts = written(tmp_path)
+    for step in facts.steps:
+        for place, each in enumerate(facts.groups[step]):
+            number = (2 * step + place) % 8
+            each.prompt_id = f"problem-{number}"
+            each.prompt = f"How many eggs have {number} hens?"
+    assert first(facts) is None
+
+
 def test_the_jump_is_found_and_its_step_is_shown(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
