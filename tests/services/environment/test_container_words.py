@@ -501,9 +501,9 @@ def test_the_file_system_of_a_sandbox(tmp_path: Path, monkeypatch: pytest.Monkey
         home.chmod(0o700)
         home.parent.chmod(0o700)
         monkeypatch.setattr(os, "geteuid", lambda user=user: user)
-        root = runtime._make_root(home, "/work/inner")
+        root = runtime._make_root(home, "/data/inner")
         assert root.parent == home
-        for folder in ("tmp", "root", "run", "etc", "episode", "work/inner"):
+        for folder in ("tmp", "root", "run", "etc", "episode", "data/inner"):
             assert (root / folder).is_dir()
         links = {name.strip("/") for name in SYSTEM if Path(name).is_symlink()}
         assert {each.name for each in root.iterdir() if each.is_symlink()} == links

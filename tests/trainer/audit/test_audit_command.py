@@ -246,7 +246,7 @@ def test_a_tinker_server_is_audited_on_its_ranks(
 def test_the_status_of_ranks_is_that_of_the_first_that_fails(
     polls: list[list[int | None]],
 ) -> None:
-    """Of each rank, what `poll` says at every look; once it has ended, it stays so."""
+    """`polls` has what each rank says at every look; a rank that has ended stays so."""
     ranks: list[Any] = []
     looks = 0
 

@@ -139,7 +139,7 @@ async def _all_are_queued(client: Client, ids: list[str]) -> None:
 async def test_runs_take_turns_by_client_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of three runs of one client, none has the learner twice before another client has it."""
+    """One client has three runs; another client's only run waits for one operation of them."""
     learner = CountingLearner()
     goes_on = threading.Event()
     step = learner.optim_step

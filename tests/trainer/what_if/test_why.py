@@ -184,7 +184,7 @@ def asked(facts: RunFacts, change: Callable[[int, GroupTexts], None]) -> RunFact
 def test_a_third_of_the_problems_may_state_their_answers(
     tmp_path: Path, every: int, name: str | None
 ) -> None:
-    """Of the others some have a number that happens to be the answer."""
+    """Some others have a number that happens to be the answer."""
 
     def change(number: int, group: GroupTexts) -> None:
         group.ground_truth = str(number % 7)
