@@ -106,10 +106,6 @@ types: $(VENV)/.made
 # its file again and again.
 PYTEST = PYTHONDONTWRITEBYTECODE= OMP_WAIT_POLICY=passive OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 
-# A failed test runs once more, alone. One that passes then depends on time or on its neighbours: it is still named as failed, and
-# is to be mended, but it does not stop a change that did not cause it. Nothing is repeated after a lost worker (exit code 3).
-PYTEST_AGAIN = || { [ $$? = 1 ] && echo 'The tests that failed run again, alone:' && $(PYTEST) -n 0 --last-failed --last-failed-no-failures none
-
 # mypy uses one core, and runs beside the tests.
 check: style $(BASE)/config.json
 	$(MAKE) --no-print-directory --jobs 2 types unit
@@ -125,10 +121,10 @@ test: style $(BASE)/config.json
 # A quick test that hangs is named while the run is still young.
 suite: PYTEST += --timeout 400 -o faulthandler_timeout=450
 suite: $(BASE)/config.json
-	$(PYTEST) -m 'not slow' $(PYTEST_AGAIN) -m 'not slow'; }
+	$(PYTEST) -m 'not slow'
 
 test-slow: $(BASE)/config.json
-	$(PYTEST) -m 'slow and not long' $(PYTEST_AGAIN) -m 'slow and not long'; }
+	$(PYTEST) -m 'slow and not long'
 
 test-long: $(BASE)/config.json
 	$(PYTEST) -m long

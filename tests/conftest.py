@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from fcntl import LOCK_EX, flock
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -89,21 +89,6 @@ def _of_the_session() -> Iterator[None]:
         yield
     finally:
         _running[:] = test
-
-
-_lost_workers: list[str] = []
-
-
-@pytest.hookimpl(optionalhook=True)  # of xdist
-def pytest_testnodedown(node: Any, error: object) -> None:
-    if error:
-        _lost_workers.append(f"{node.gateway.id}: {error}")
-
-
-def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Nobody ran the tests that a lost worker still had: to run the failed ones again is not enough."""
-    if _lost_workers:
-        session.exitstatus = pytest.ExitCode.INTERNAL_ERROR
 
 
 def pytest_configure() -> None:
