@@ -232,8 +232,14 @@ def _add_operations(calls: _Calls, server: TinkerServer) -> None:
     async def retrieve(owner: str, body: requests.Retrieve) -> Any:
         """A result, as soon as it is there; 408 while it is not."""
         found = await server.result(owner, body.request_id)
+        if found:
+            return found
         waits = {"type": "try_again", "request_id": body.request_id, "queue_state": "active"}
-        return found or JSONResponse(waits, 408)
+        missing = server.missing(body.request_id)
+        if missing is not None:  # the SDK logs the reason
+            waits["queue_state"] = "paused_capacity"
+            waits["queue_state_reason"] = f"the request with seq_id {missing} has not arrived"
+        return JSONResponse(waits, 408)
 
     @calls.post("retrieve_futures")
     async def retrieve_many(owner: str, body: requests.RetrieveMany) -> Any:

@@ -348,6 +348,10 @@ class TinkerServer:
         key = self._parse(owner, request_id)
         return await self._awaited(key, lambda store: store.result(*key), POLL_S)
 
+    def missing(self, request_id: str) -> int | None:
+        """Returns the number of the request that this one waits for and that has not arrived."""
+        return self._training.missing(request_id.rpartition(":op:")[0])
+
     async def news(self, owner: str, body: requests.RetrieveMany) -> tuple[list[Any], int]:
         """Returns (seq, finished, ok) of what a sampler has finished since the cursor, as soon as
         there is any, and the next cursor. Drops what the client has fetched.

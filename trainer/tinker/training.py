@@ -143,6 +143,13 @@ class Training:
         line = self._lines.get(name)
         return (len(line.waiting), line.following) if line else (0, 0)
 
+    def missing(self, name: str) -> int | None:
+        """Returns the number that all waiting operations of a run wait for; None if it is here."""
+        line = self._lines.get(name)
+        if line is None or not line.waiting or line.following in line.waiting:
+            return None
+        return line.following
+
     async def _work(self, line: _Line) -> None:
         """Applies what waits, in order."""
         while line.following in line.waiting:

@@ -48,6 +48,19 @@ def _loss(response: httpx.Response) -> float:
     return value
 
 
+def _held_back(engine: EchoEngine, monkeypatch: pytest.MonkeyPatch) -> asyncio.Event:
+    """Lets the engine answer only when the event is set."""
+    goes_on = asyncio.Event()
+    answer = engine.answer
+
+    async def slow_answer(request: httpx.Request) -> httpx.Response:
+        await goes_on.wait()
+        return await answer(request)
+
+    monkeypatch.setattr(engine, "answer", slow_answer)
+    return goes_on
+
+
 async def test_operations_are_applied_in_the_order_of_their_numbers(tmp_path: Path) -> None:
     learner = CountingLearner()
     async with serving(tmp_path, learner, EchoEngine()) as client:
@@ -60,6 +73,27 @@ async def test_operations_are_applied_in_the_order_of_their_numbers(tmp_path: Pa
         assert (await waiting).json()["metrics"] == {"weight:mean": 3 - 0.5 * 5}
         assert _loss(await client.result(first)) == 15
         assert (await client.result(first)).headers["content-type"] == "application/x-protobuf"
+
+
+async def test_who_waits_for_a_request_that_has_not_arrived_is_told_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with serving(tmp_path, CountingLearner(), EchoEngine()) as client:
+        run = await client.run()
+        asked = [await client.passes(run, seq) for seq in (1, 2, 4, 5)]
+        await client.result(asked[1])
+
+        monkeypatch.setattr(server_module, "POLL_S", 0.0)
+        for each in asked[2:]:
+            waits = await client.result(each)
+            assert waits.status_code == 408
+            assert waits.json()["queue_state"] == "paused_capacity"
+            assert "seq_id 3 " in waits.json()["queue_state_reason"]
+
+        monkeypatch.undo()
+        await client.passes(run, 3)
+        for each in asked[2:]:
+            assert (await client.result(each)).status_code == 200
 
 
 async def test_runs_take_turns_whatever_each_has_sent(
@@ -92,14 +126,7 @@ async def test_samplers_take_turns_whatever_each_has_sent(
     monkeypatch.setattr(sampling, "_AT_ONCE", 3)
     monkeypatch.setattr(sampling, "_OF_SAMPLER", 2)
     engine = EchoEngine()
-    goes_on = asyncio.Event()
-    answer = engine.answer
-
-    async def slow_answer(request: httpx.Request) -> httpx.Response:
-        await goes_on.wait()
-        return await answer(request)
-
-    monkeypatch.setattr(engine, "answer", slow_answer)
+    goes_on = _held_back(engine, monkeypatch)
     async with serving(tmp_path, CountingLearner(), engine) as client:
         client.session = (await client.post("create_session", tags=[]))["session_id"]
         for number in range(2):
@@ -186,14 +213,7 @@ async def test_samplers_take_turns_by_client_first(
     monkeypatch.setattr(sampling, "_OF_CLIENT", 1)
     monkeypatch.setattr(sampling, "_OF_SAMPLER", 1)
     engine = EchoEngine()
-    goes_on = asyncio.Event()
-    answer = engine.answer
-
-    async def slow_answer(request: httpx.Request) -> httpx.Response:
-        await goes_on.wait()
-        return await answer(request)
-
-    monkeypatch.setattr(engine, "answer", slow_answer)
+    goes_on = _held_back(engine, monkeypatch)
     async with (
         serving(tmp_path, CountingLearner(), engine, env=_KEYS, key=_ANN) as ann,
         with_key(ann, _BOB) as bob,

@@ -296,6 +296,9 @@ def test_every_node_gets_every_version(
         assert os.environ[ERRORS] == "0"
         return join(*args, **named)
 
+    # Noted by pytest, which restores what the environment has now.
+    monkeypatch.setenv(ERRORS, "1")
+    monkeypatch.delenv(ERRORS)
     monkeypatch.setattr(transfer, "_OF_OTHER_GROUPS", of_others)
     monkeypatch.setattr(transfer, "join", watched)
     monkeypatch.setattr(recycled_files, "_MIN_REUSED_BYTES", 1)
