@@ -5,7 +5,7 @@ import asyncio
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from common.errors import Conflict
+from common.errors import Conflict, ServiceError
 from common.wire.headers import STORE_HEADER, StoreMark
 from services.http.errors import error_response
 from services.http.sqlite_store import SqliteStore
@@ -34,11 +34,15 @@ class GoingBack:
         seen = StoreMark.parse(Headers(scope=scope).get(STORE_HEADER, ""))
         mark = store.mark
         if mark.is_behind(seen):
-            mark = await asyncio.to_thread(store.read_mark)
+            try:
+                mark = await asyncio.to_thread(store.read_mark)
+            except ServiceError as error:  # which no handler of the app would see
+                await error_response(error, scope)(scope, receive, send)
+                return
         if seen is None or not mark.is_behind(seen):
             await self.app(scope, receive, marked)
             return
-        error = Conflict(
+        conflict = Conflict(
             f"the store has gone back: it has {mark.changes} changes, and this client has seen "
             f"{seen.changes}; its directory was set to an older copy",
             code="gone_back",
@@ -47,4 +51,4 @@ class GoingBack:
             remedy="start the run again: it resumes from its checkpoint, and collects again what "
             "it has not trained on",
         )
-        await error_response(error, scope)(scope, receive, send)
+        await error_response(conflict, scope)(scope, receive, send)

@@ -14,6 +14,7 @@ from common.clients.replay import ReplayClient
 from common.errors import ServiceError
 from common.settings.config import Config
 from common.settings.sections import ReplaySection
+from common.wire.headers import STORE_HEADER, StoreMark
 from common.wire.schemas import Prompt, SampleRequest, TakeRequest
 from services.data.app import create_data_app
 from services.replay.app import create_replay_app
@@ -170,6 +171,23 @@ async def _replaced(
             await work(client, 2)
     assert (error.value.status, error.value.code) == (500, "replaced")
     assert str(error.value.value).endswith(".db")
+
+
+async def test_a_store_that_cannot_say_how_far_it_is_answers_why(tmp_path: Path) -> None:
+    """The client has seen more than the service, which looks into its file and finds none."""
+    app = data_app(tmp_path / "state")
+    transport = httpx.ASGITransport(app)
+    async with (
+        app.router.lifespan_context(app),
+        httpx.AsyncClient(base_url="http://x", transport=transport) as client,
+    ):
+        before = await client.get("/prompts")
+        mark = StoreMark.parse(before.headers[STORE_HEADER])
+        assert mark is not None
+        shutil.rmtree(tmp_path / "state")
+        seen = {STORE_HEADER: str(mark._replace(changes=mark.changes + 1))}
+        answer = await client.get("/prompts", headers=seen)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (500, "replaced")
 
 
 async def test_a_new_store_is_another_one_and_said(
