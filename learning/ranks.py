@@ -24,6 +24,7 @@ from learning.context import ContextGroup
 from learning.device import DeviceKind, choose_device
 
 _T = TypeVar("_T")
+_P = TypeVar("_P")
 # Torch has no other word for it.
 _NO_LIMIT = timedelta(days=365)
 
@@ -226,15 +227,18 @@ class Ranks:
         dist.broadcast(body, src=0)
         return value if self.is_rank_zero else cast(_T, _unpickled(body))
 
-    def scatter(self, part: Callable[[int], _T] | None) -> _T:
-        """Returns `part(share)` of rank 0 for this rank's share of a batch; the argument of other
-        ranks is ignored. One part after the other is in transit. A collective.
+    def scatter(self, value: _T, part: Callable[[int], _P]) -> tuple[_T, _P]:
+        """Returns rank 0's value, and its `part(share)` for this rank's share of a batch; the
+        arguments of other ranks are ignored. One part after the other is in transit. A collective.
         """
-        if part is not None:
+        if self.is_rank_zero:
+            common = pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
             for rank in range(1, self.world_size):
-                _send(part(rank // self.context_size), rank)
-            return part(0)
-        return cast(_T, _receive(0))
+                # One message for both: a small one costs the wait for a rank that wakes up.
+                _send((common, part(rank // self.context_size)), rank)
+            return value, part(0)
+        common, own = _receive(0)
+        return pickle.loads(common), own  # noqa: S301  # of another rank of this run
 
     def collect(self, part: _T) -> Iterator[_T]:
         """Yields the parts of all shares on rank 0, and nothing on the others, which send theirs. A

@@ -6,7 +6,7 @@ Every rank knows the facts of all rows (`Row`), and so plans the same passes. Th
 
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 import numpy as np
@@ -200,28 +200,6 @@ class Batch:
             pass_rates=_pass_rates(groups),
             own=list(range(len(rows))),
         )
-
-    def shared(self, ranks: Ranks) -> "Batch":
-        """Returns rank 0's batch with the tokens of this rank's rows. A collective: the batch of
-        another rank has the facts, and the owners, only.
-        """
-        owners = self.owners
-        if owners is None:
-            return self
-
-        # A share without rows takes part in the passes of the others with the first row.
-        def part(share: int) -> dict[int, RowTokens]:
-            own = np.flatnonzero(owners == share).tolist()
-            return {i: self.tokens[i] for i in own or [0]}
-
-        found = ranks.scatter(part if ranks.is_rank_zero else None)
-        if not ranks.is_rank_zero:  # which keeps all, for the record
-            self.tokens = found
-        return self
-
-    def facts(self) -> "Batch":
-        """Returns what every rank knows of the batch."""
-        return replace(self, groups=[], tokens={})
 
     def assign(self, owners: Indices, share: int) -> None:
         """Sets the share that computes each row, on the rank with this share."""

@@ -6,9 +6,10 @@
 
 from dataclasses import replace
 
+import numpy as np
 import torch
 
-from trainer.algorithms.batch import Batch, TrainingGroup
+from trainer.algorithms.batch import Batch, RowTokens, TrainingGroup
 from trainer.algorithms.compute_advantages import compute_advantages
 from trainer.policy.critic import CriticMetrics, ValueFunction
 from trainer.policy.policy import Policy, PolicyUpdate
@@ -20,14 +21,29 @@ def shared_batch(groups: list[TrainingGroup], policy: Policy) -> Batch:
     rank's. A collective.
     """
     ranks = policy.ranks
-    if ranks.world_size == 1:
-        return Batch.of(groups, policy.config, policy.step)
-    whole = Batch.of(groups, policy.config, policy.step) if ranks.is_rank_zero else None
-    facts = ranks.broadcast(whole and whole.facts())
-    batch = whole or facts
+    whole = None
+    facts = None
+    if ranks.is_rank_zero:
+        whole = Batch.of(groups, policy.config, policy.step)
+        if ranks.world_size == 1:
+            return whole
+        policy.assign(whole)
+        facts = replace(whole, groups=[], tokens={})
+
+    def part(share: int) -> dict[int, RowTokens]:
+        assert whole is not None, "rank 0 calls it"
+        own = np.flatnonzero(whole.owners == share).tolist()
+        # A share without rows takes part in the passes of the others with the first row.
+        return {i: whole.tokens[i] for i in own or [0]}
+
+    batch, tokens = ranks.scatter(facts, part)
+    if whole is not None:
+        return whole  # rank 0 keeps all, for the record
     assert batch is not None, "rank 0 has it"
-    policy.assign(batch)
-    return batch.shared(ranks)
+    assert batch.owners is not None, "rank 0 has assigned the rows"
+    batch.assign(batch.owners, ranks.share)
+    batch.tokens = tokens
+    return batch
 
 
 def fill(policy: Policy, reference: Reference, critic: ValueFunction, batch: Batch) -> None:
