@@ -12,6 +12,7 @@ import re
 import reprlib
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Annotated, Any, TypeVar, get_args
 
 import msgpack
@@ -19,6 +20,7 @@ import msgspec
 import numpy as np
 import orjson
 from msgspec import Meta, ValidationError
+from numpy.typing import NDArray
 
 from common.errors import InvalidInput, TooLarge
 from common.wire.schemas import (
@@ -218,12 +220,25 @@ def _raw(value: object) -> object:
 _ENCODER = msgspec.msgpack.Encoder(enc_hook=_raw)
 
 
+@cache
+def _array_of(kind: Any) -> tuple[np.dtype[Any], Any, NDArray[Any]]:
+    """Returns the type of the numbers of an array, that of their list in JSON, and an array of
+    none.
+    """
+    (number,) = get_args(get_args(kind)[-1])  # of ndarray[shape, dtype[number]]
+    dtype, numbers = _ARRAYS[number]
+    none = np.zeros(0, dtype)
+    none.flags.writeable = False
+    return dtype, numbers, none
+
+
 def _array(kind: Any, value: object) -> Any:
     """Decodes an array (read-only if it came as bytes). Raises ValueError, to which msgspec adds
     the path.
     """
-    (number,) = get_args(get_args(kind)[-1])  # of ndarray[shape, dtype[number]]
-    dtype, numbers = _ARRAYS[number]
+    dtype, numbers, none = _array_of(kind)
+    if value == b"":  # most of the arrays of a completion
+        return none
     if not isinstance(value, bytes):
         try:
             return np.array(msgspec.convert(value, numbers), dtype)
