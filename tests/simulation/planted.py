@@ -245,6 +245,9 @@ BUGS = {
         "(self._config.trainer.max_staleness + 1) * self._fresh_per_step)",
         "(self._config.trainer.max_staleness + 2) * self._fresh_per_step)",
     ),
+    "an update does not wait until its groups are handed out": Bug(
+        "trainer/rollouts/rollouts.py", "self._confirm()\n", "pass\n"
+    ),
     "nothing is acknowledged": Bug(
         "trainer/rollouts/rollouts.py",
         "await self._collector.acknowledge(batch.fresh)",

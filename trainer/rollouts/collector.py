@@ -15,6 +15,9 @@ of its prompt until the engines serve the weights that it trained:
 | waiting | the trainer takes the group; with `drop`, a stale one is dropped | training; free |
 | training | the engines serve the weights that the group trained (`free_slots`) | free |
 
+Without staleness the update begins when all groups are graded (`wait_for_graded`): they are stored
+and taken meanwhile.
+
 A dropped group is counted and its prompt is tried again in its slot (`PromptCursor`); too many
 failures in a row stop the run.
 
@@ -158,7 +161,7 @@ class Collector:
         self._held: set[str] = set()
         """Ids of the groups that the trainer took and did not acknowledge yet."""
         self._changed = asyncio.Event()
-        """Set when a slot is freed or a group is stored."""
+        """Set when a slot is freed, or a group is graded or stored."""
         self.stored_groups = 0
         """Groups that were graded and stored since the start: a number that grows."""
         self._free_slots = 0
@@ -276,6 +279,7 @@ class Collector:
                 await self._maker.fill(group, drawn.prompt, tokenised.answer_start)
                 untaken.graded = group
                 untaken.state = GroupState.STORING
+                self._changed.set()
                 with self._clock.stage("replay"):
                     await self._store_batched(group)
             except GroupFailed as error:
@@ -361,20 +365,24 @@ class Collector:
                         await self._changed.wait()
         return False
 
+    async def wait_for_graded(self, count: int, wait_s: float) -> list[Group]:
+        """Waits up to `wait_s` until `count` groups are graded and none is on its way; returns
+        them, or none.
+        """
+        is_known = await self._until(
+            lambda: len(self._graded()) == len(self.untaken) == count, wait_s
+        )
+        return self._graded() if is_known else []
+
     async def wait_until_idle(self, wait_s: float) -> bool:
         """Waits up to `wait_s` until every group that has a slot is stored; returns whether they
         are. Nothing is generated then until another slot is free.
         """
-        with suppress(TimeoutError):
-            async with asyncio.timeout(wait_s):
-                await self._until(self._is_idle)
-                return True
-        return False
+        return await self._until(self._is_idle, wait_s)
 
     async def wait_until_sent(self, wait_s: float) -> None:
         """Waits up to `wait_s` until every free slot has a group whose request is on its way."""
-        with suppress(TimeoutError):
-            await asyncio.wait_for(self._until(lambda: not self._can_draw()), wait_s)
+        await self._until(lambda: not self._can_draw(), wait_s)
         # The tasks of these groups have begun; the client sends in tasks of its own.
         await asyncio.sleep(0)
         await asyncio.sleep(0)
@@ -388,11 +396,17 @@ class Collector:
             each.state not in under_way for each in self.untaken.values()
         )
 
-    async def _until(self, condition: Callable[[], bool]) -> None:
-        """Waits until a change of a slot or a group makes the condition true."""
-        while not condition():
-            self._changed.clear()
-            await self._changed.wait()
+    async def _until(self, condition: Callable[[], bool], wait_s: float | None = None) -> bool:
+        """Waits, up to `wait_s` seconds, until a change of a slot or a group makes the condition
+        true; returns whether it is.
+        """
+        with suppress(TimeoutError):
+            async with asyncio.timeout(wait_s):
+                while not condition():
+                    self._changed.clear()
+                    await self._changed.wait()
+                return True
+        return False
 
     async def take(self, request: TakeRequest) -> list[Group]:
         """Takes groups for the trainer, in the order in which the replay-buffer hands them out;

@@ -29,6 +29,8 @@ from trainer.rollouts.start import set_back, total_steps
 
 log = logging.getLogger(__name__)
 _SAY_EVERY_S = 30.0
+_FIRST_TAKE_S = 1.0
+"""How long the replay-buffer may wait for the groups that the update already has."""
 # The caller of `free_slots` waits at most so long for the next requests.
 _SEND_S = 0.02
 
@@ -67,6 +69,8 @@ class Rollouts:
         self._batches = 0
         self._requests = 0
         self._failure: BaseException | None = None  # raised by `next`
+        self._confirm: Callable[[], object] = lambda: None
+        """Returns when the replay-buffer has handed out the groups of `next`."""
         self._finish_acknowledging: Callable[[], None] = lambda: None
 
     @property
@@ -152,7 +156,10 @@ class Rollouts:
         arXiv:2503.14476, 3.2).
         """
         algorithm = self._config.algorithm
-        groups = self._take(self._fresh_per_step, min_version)
+        count = self._fresh_per_step
+        if self._config.trainer.max_staleness == 0 and not algorithm.dynamic_sampling:
+            return self._take_ahead(count, min_version)
+        groups = self._take(count, min_version)
         if not algorithm.dynamic_sampling:
             return groups
 
@@ -174,12 +181,55 @@ class Rollouts:
             "algorithm.dynamic_sampling off",
         )
 
-    def _take(self, count: int, min_version: int) -> list[Group]:
-        """Takes the next `count` fresh groups, none older than `min_version`, in the order of their
-        prompts.
+    def _take_ahead(self, count: int, min_version: int) -> list[Group]:
+        """Returns the next `count` fresh groups as soon as they are graded: without staleness the
+        slots have no others. The replay-buffer stores them and hands them out while the update is
+        computed; `start_acknowledging` waits for that, before anything else learns of the update.
         """
+        graded = self._patiently(
+            count, lambda wait_s: self._loop.call(self._collector.wait_for_graded(count, wait_s))
+        )
+        if any(group.weight_version < min_version for group in graded):
+            return self._take(count, min_version)  # which drops them
+
+        taken = self._begin_take(count, min_version, _FIRST_TAKE_S)
+        # They are the same: `Collector.take` refuses all that are not graded and untaken.
+        self._confirm = lambda: taken() or self._take(count, min_version)
+        return graded
+
+    def _take(self, count: int, min_version: int) -> list[Group]:
+        """Takes the next `count` fresh groups, none older than `min_version`."""
         settings = self._config.trainer
         in_order = settings.max_staleness > 0 and settings.when_stale == "wait"
+
+        def take(wait_s: float) -> list[Group]:
+            if in_order and not self._loop.call(self._collector.wait_for_oldest(count, wait_s)):
+                return []
+            return self._begin_take(count, min_version, wait_s)()
+
+        return self._patiently(count, take)
+
+    def _begin_take(self, count: int, min_version: int, wait_s: float) -> Callable[[], list[Group]]:
+        """Begins to take groups. Returns a function that waits for them: none if there are too
+        few.
+        """
+        # A new id each time: evictions are reported once.
+        self._requests += 1
+        request = TakeRequest(
+            count=count,
+            min_version=min_version,
+            wait_s=wait_s,
+            request_id=f"{self._run_id}-take-{self._requests}",
+            ids_only=True,
+            run_id=self._run_id,
+        )
+        return self._loop.begin(self._collector.take(request))
+
+    def _patiently(self, count: int, attempt: Callable[[float], list[Group]]) -> list[Group]:
+        """Returns the `count` groups that `attempt` returns in the end, in the order of their
+        prompts; it gets the seconds that it may wait. Raises CollectFailed when nothing makes
+        progress.
+        """
         limit_s = self._config.limits.stuck_after_s
         waits = Progress(f"a batch of {count} groups", limit_s)
         first = self._collector.stored_groups
@@ -201,21 +251,7 @@ class Rollouts:
                 self._loop.call(self._collector.store_lost())
             if self._failure is not None:
                 raise self._failure
-            pause_s = waits.pause_s
-            if in_order and not self._loop.call(self._collector.wait_for_oldest(count, pause_s)):
-                continue
-
-            # A new id each time: evictions are reported once.
-            self._requests += 1
-            request = TakeRequest(
-                count=count,
-                min_version=min_version,
-                wait_s=pause_s,
-                request_id=f"{self._run_id}-take-{self._requests}",
-                ids_only=True,
-                run_id=self._run_id,
-            )
-            groups = self._loop.call(self._collector.take(request))
+            groups = attempt(waits.pause_s)
             if groups:
                 return sorted(groups, key=lambda group: group.position)
 
@@ -275,7 +311,11 @@ class Rollouts:
     def start_acknowledging(self, batch: Batch) -> None:
         """Starts to acknowledge the groups of `batch`, to set their priorities for reuse, and to
         report pass rates to a curriculum. `free_slots` waits for the end.
+
+        Raises what `next` raises when the replay-buffer does not hand out its groups.
         """
+        self._confirm()
+        self._confirm = lambda: None
         priorities = {
             item.group.id: self._priority(item.group, advantages)
             for item, advantages in zip(batch.groups, batch.mean_advantages(), strict=True)

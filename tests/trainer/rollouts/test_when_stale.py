@@ -14,6 +14,7 @@ import os
 from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import Future
 from contextlib import AsyncExitStack, ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from common.clients.data import DataClient
 from common.clients.replay import ReplayClient
 from common.clients.reward import RewardClient
 from common.clients.rollout import RolloutClient
-from common.errors import ConfigError
+from common.errors import ConfigError, ServiceError
 from common.process.loop_thread import LoopThread
 from common.prompts.prompter import Prompter, PromptStyle
 from common.settings.config import Config, load
@@ -225,11 +226,16 @@ class Simulation:
 
 
 class LateAnswers(httpx.ASGITransport):
-    """A replay buffer whose answers to stored groups wait for `released`."""
+    """A replay buffer whose answers to stored groups wait for `released`, and that gets neither
+    these nor takes before `arrives`."""
 
     released: asyncio.Event | None = None
+    arrives: asyncio.Event | None = None
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        is_held = request.method == "POST" and request.url.path in ("/groups", "/groups/take")
+        if self.arrives is not None and is_held:
+            await self.arrives.wait()
         response = await super().handle_async_request(request)
         if self.released is not None and (request.method, request.url.path) == ("POST", "/groups"):
             await self.released.wait()
@@ -237,7 +243,9 @@ class LateAnswers(httpx.ASGITransport):
 
 
 @contextmanager
-def simulation(base_model: Path, directory: Path, when_stale: str) -> Iterator[Simulation]:
+def simulation(
+    base_model: Path, directory: Path, when_stale: str, staleness: int = STALENESS
+) -> Iterator[Simulation]:
     words = [
         *(
             "--model.name",
@@ -255,7 +263,7 @@ def simulation(base_model: Path, directory: Path, when_stale: str) -> Iterator[S
             "--trainer.num_epochs",
             "100",
         ),
-        *("--trainer.max_staleness", str(STALENESS), "--trainer.when_stale", when_stale),
+        *("--trainer.max_staleness", str(staleness), "--trainer.when_stale", when_stale),
     ]
     config, engine, apps = load(words, {}), Engine(), AsyncExitStack()
     prompts = [Prompt(id=f"p{i}", prompt=f"problem {i}", ground_truth="1") for i in range(500)]
@@ -326,6 +334,48 @@ def test_the_next_requests_are_out_when_slots_were_freed(
         served.set_result(None)
         made.rollouts.free_slots(batch, when=served)
         assert made.engine.calls - sent == FRESH
+
+
+@contextmanager
+def ahead(
+    base_model: Path, directory: Path
+) -> Iterator[tuple[Simulation, Batch, Callable[[], object]]]:
+    """A run without staleness that trains on a batch whose groups have not arrived in the
+    replay-buffer, nor has the request for them; both do after a call of the function.
+    """
+    with simulation(base_model, directory, "wait", staleness=0) as made:
+        arrives = made.replay.arrives = asyncio.Event()
+        with made.rollouts.collecting(0, 10):
+            made.loop.call(made.generate(FRESH))
+            batch = Batch.of(made.rollouts.next(0), made.config, 0)
+            assert made.collector.stored_groups == 0
+            made._train(batch, 0, learning_rate=0.0)
+            yield made, batch, partial(made.loop.loop.call_soon_threadsafe, arrives.set)
+
+
+def test_without_staleness_an_update_begins_before_its_batch_is_stored(
+    base_model: Path, tmp_path: Path
+) -> None:
+    with ahead(base_model, tmp_path) as (made, batch, arrive):
+        arrive()
+        made.rollouts.start_acknowledging(batch)
+        served: Future[None] = Future()
+        made.rollouts.free_slots(batch, when=served)
+        stats = made.loop.call(made.collector._services.replay.stats())
+        assert (stats["consumed"], stats["fresh"], stats["leased"]) == (FRESH, 0, 0)
+
+
+def test_an_update_on_groups_that_are_not_handed_out_ends_the_run(
+    base_model: Path, tmp_path: Path
+) -> None:
+    """Another run began meanwhile: what the update has made must not be published."""
+    with ahead(base_model, tmp_path) as (made, batch, arrive):
+        transport = httpx.ASGITransport(made.replay.app)
+        other = ReplayClient("replay-buffer", "http://x", transport=transport)
+        made.loop.call(other.reset_fresh(run_id="other"))
+        arrive()
+        with pytest.raises(ServiceError, match="other"):
+            made.rollouts.start_acknowledging(batch)
 
 
 def test_a_group_that_is_taken_before_the_answer_about_it_is_forgotten(
