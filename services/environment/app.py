@@ -20,13 +20,13 @@ from common.errors import InvalidInput, ServiceError, Unauthorized
 from common.wire import codec
 from common.wire.schemas import EpisodeRequest, Episodes
 from services.environment.dialects import DIALECTS, MESSAGES, Dialect, read_call
+from services.environment.followed import REWARD, FollowedRequest, Following
 from services.environment.messages import written
 from services.environment.outcome import EpisodeFailed, parse_reward
 from services.environment.service import MAX_EPISODES, EpisodeService
 from services.environment.session import Session
 from services.http.app import Service, create_app, read_json
-from services.http.connections import connection_of
-from services.http.disconnect import ClientGone, cancel_on_disconnect
+from services.http.disconnect import cancel_on_disconnect
 from services.http.errors import error_response
 from services.http.openapi import JSON, OBJECT, described, struct_schema
 
@@ -78,6 +78,7 @@ def create_environment_app(
         max_requests=MAX_EPISODES + MAX_CALLS,
         keyed_path=SESSIONS,
     )
+    app.entrance = Following(app.entrance, service.session)
 
     # First, since routes are tried in order and most requests are for these.
     for dialect in DIALECTS:
@@ -117,7 +118,7 @@ def create_environment_app(
 
     _session_routes(app, service)
 
-    @app.post(f"{SESSIONS}{{session}}/reward", **described(_REWARD, OBJECT, fails=(404, 409, 410)))
+    @app.post(f"{SESSIONS}{{session}}{REWARD}", **described(_REWARD, OBJECT, fails=(404, 409, 410)))
     async def reward(session: str, request: Request) -> Response:
         """Takes the reward of this episode's program, a number or a mapping of its parts, and ends
         the session.
@@ -169,14 +170,14 @@ def _gateway_route(app: Service, service: EpisodeService, dialect: Dialect) -> N
     async def call(session: str, request: Request) -> Response:
         """Answers a call of this episode's program. The session's key is its name."""
         called = _session(service, session, request)
+        followed: FollowedRequest = request.scope["followed"]
         count.inc()
         try:
             body = await read_json(request)
             key = _request_key(body, dialect)
             parsed = read_call(body, dialect, called.chat)
             called.chat = parsed.chat
-            # OpenAI's and Anthropic's libraries say whether they send a call again.
-            retries = request.headers.get("x-stainless-retry-count")
+            followed.key = key
             # A call that its client leaves goes on, and counts as unanswered.
             answer = await cancel_on_disconnect(
                 request,
@@ -184,7 +185,7 @@ def _gateway_route(app: Service, service: EpisodeService, dialect: Dialect) -> N
                     parsed.messages,
                     parsed.tools,
                     key,
-                    is_retry=None if retries is None else retries != "0",
+                    is_retry=followed.is_retry,
                     options=parsed.options,
                 ),
             )
@@ -199,11 +200,7 @@ def _gateway_route(app: Service, service: EpisodeService, dialect: Dialect) -> N
                 response = Response(events, media_type=EVENTS)
             else:
                 response = Response(_json(content), media_type=JSON)
-            connection = connection_of(request)
-            if connection is not None:
-                if connection.is_lost:
-                    raise ClientGone("the client closed the connection")
-                answer.call.was_taken = connection.deliver().taken
+            answer.call.was_taken = followed.was_taken
         except BaseException:
             answer.call.mark_unanswered()
             raise

@@ -40,6 +40,7 @@ from services.environment.runtimes import load_runtime
 from services.environment.runtimes.runtime import Container, Network, Spec, with_tools
 from services.environment.session import Session
 from services.environment.user_server import PORT, UserServer, is_url
+from services.http.app import until_read
 
 GRACE_S = 10.0
 """Time in which a program must end by itself after its reward call."""
@@ -217,8 +218,7 @@ class ProgramRunner(EpisodeRunner):
         """
         post = forgettable(asyncio.create_task(_post(url, content)))
         try:
-            await _until_graded(post, session)
-            if not post.done():
+            if not await _until_graded(post, session):
                 session.close()
                 _check_answered(session)
                 return None
@@ -279,13 +279,18 @@ async def _wait_for_end(program: RunningProgram, session: Session) -> int:
         ended.cancel()
 
 
-async def _until_graded(task: asyncio.Task[Any], session: Session) -> None:
-    """Waits until a task is done, or the program has sent its reward."""
+async def _until_graded(task: asyncio.Task[Any], session: Session) -> bool:
+    """Waits until a task is done, or the program has sent its reward; then until what it sent
+    before that is read. Returns whether the task was done.
+    """
     graded = asyncio.create_task(session.graded.wait())
     try:
         await asyncio.wait((task, graded), return_when=asyncio.FIRST_COMPLETED)
     finally:
         graded.cancel()
+    is_done = task.done()
+    await until_read()
+    return is_done
 
 
 def _check_answered(session: Session) -> None:
@@ -295,10 +300,9 @@ def _check_answered(session: Session) -> None:
     for call in session.unanswered():
         if call.error is not None:
             raise EnvironmentLost(f"the engines did not answer a call: {call.error}")
-        raise EnvironmentLost(
-            "a call had no answer when the program ended or stopped waiting: the engines may be "
-            "slow; give its client a longer time-out, and let it read every answer to its end"
-        )
+    fault = session.requests.fault(is_graded=session.graded.is_set())
+    if fault:
+        raise EnvironmentLost(fault)
 
 
 def _parsed(content: bytes | None, source: str) -> Any:

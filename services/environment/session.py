@@ -19,6 +19,7 @@ from common.wire.schemas import (
     StopReason,
 )
 from services.environment.clock import EpisodeClock
+from services.environment.followed import FollowedRequests
 from services.environment.messages import Chat, Message, Tools
 from services.environment.template import Template, cut
 from services.environment.tree import SessionTree, TurnNode
@@ -201,6 +202,7 @@ class Session:
         """The reward from the program's reward call."""
         self.graded = asyncio.Event()
         """Set by the program's reward call."""
+        self.requests = FollowedRequests()
         self._template = template
         self._sample = sample
         self._limits = limits
@@ -280,6 +282,7 @@ class Session:
     def close(self) -> None:
         """Ends the session: calls in flight are cancelled, later calls fail."""
         self.closed = True
+        self.requests.close()
         for calls in self._calls.values():
             for call in calls:
                 if call.task is not None:

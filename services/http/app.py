@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import inspect
 import logging
+import select
 import signal
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
@@ -42,6 +43,9 @@ GRACE_S = 30.0
 """Seconds after SIGTERM in which requests in flight may finish; the rest is then answered with
 503."""
 _LAST_S = 5.0
+_ROUNDS = 16
+"""More rounds of the event loop than lie between the acceptance of a connection and the first line
+of its handler."""
 Hook = Callable[[], object] | Callable[[], Awaitable[object]]
 _HEALTH = {
     "type": "object",
@@ -244,6 +248,7 @@ class Server(uvicorn.Server):
     def __init__(self, app: FastAPI, host: str, port: int) -> None:
         self.app = app
         self.port = port
+        self.listening = set[socket.socket]()
         files = tls()
         check_certificate(files)
         self.url = f"{files.scheme}://{host}:{port}"
@@ -277,6 +282,7 @@ class Server(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
+        self.listening.update(sockets or ())
         _running[self.port] = self
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
@@ -305,10 +311,25 @@ async def serving_also(port: int, sock: socket.socket) -> AsyncIterator[None]:
 
     loop = asyncio.get_running_loop()
     other = await loop.create_server(connect, sock=sock, ssl=server.config.ssl)
+    server.listening.add(sock)
     try:
         yield
     finally:
+        server.listening.discard(sock)
         other.close()
+
+
+async def until_read() -> None:
+    """Returns when this process's servers have read what had reached this machine before."""
+    waiting = select.poll()
+    for server in _running.values():
+        for sock in server.listening:
+            waiting.register(sock, select.POLLIN)
+    # A socket that listens can be read while connections wait to be accepted.
+    while waiting.poll(0):  # noqa: ASYNC110
+        await asyncio.sleep(0)
+    for _ in range(_ROUNDS):
+        await asyncio.sleep(0)
 
 
 def listen(host: str, port: int) -> socket.socket:

@@ -17,11 +17,11 @@ from http import HTTPStatus
 from typing import Any
 
 import orjson
-from fastapi import Request
+from starlette.types import Scope
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from common.errors import NotReady, ServiceError
-from services.http.delivery import Delivery, was_taken
+from services.http.delivery import Delivery, has_unread, was_taken
 
 log = logging.getLogger(__name__)
 PATIENCE_S = 30.0
@@ -63,6 +63,9 @@ class BoundedConnection(HttpToolsProtocol):
     bodies, and that follows its answers.
     """
 
+    refused = 0
+    """Connections of this process that were refused unread, since too many were open."""
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._late: asyncio.TimerHandle | None = None
@@ -100,6 +103,7 @@ class BoundedConnection(HttpToolsProtocol):
         super().connection_made(transport)
         if len(self.connections) > max_connections():
             log.warning("a connection is refused: %d are open", len(self.connections) - 1)
+            BoundedConnection.refused += 1
             self._refuse(
                 NotReady(
                     "too many connections",
@@ -193,7 +197,7 @@ class BoundedConnection(HttpToolsProtocol):
         self._late = None
         rate = _MIN_UNREAD_BYTES_PER_S if self._is_unread else MIN_BYTES_PER_S
         is_steady = self.flow.read_paused or self._received >= rate * PATIENCE_S
-        if self._in_body and is_steady:
+        if (self._in_body and is_steady) or self._has_unread:
             self._watch()
         elif not self.transport.is_closing():
             log.info(
@@ -231,7 +235,14 @@ class BoundedConnection(HttpToolsProtocol):
         else:
             self._stuck = self.loop.call_later(READER_PATIENCE_S, self._check_reader, left)
 
+    @property
+    def _has_unread(self) -> bool:
+        """Whether a busy server has yet to read what the client sent: timers come before that."""
+        return has_unread(self.transport.get_extra_info("socket"))
+
     def timeout_keep_alive_handler(self) -> None:
+        if self._has_unread:
+            return
         self._end_deliveries()  # as in eof_received
         super().timeout_keep_alive_handler()
 
@@ -287,9 +298,9 @@ class BoundedConnection(HttpToolsProtocol):
         self.transport.close()
 
 
-def connection_of(request: Request) -> BoundedConnection | None:
+def connection_of(scope: Scope) -> BoundedConnection | None:
     """Returns the connection of a request; None when client and server are one process."""
-    extension = request.scope.get("extensions", {}).get(_EXTENSION, {})
+    extension = scope.get("extensions", {}).get(_EXTENSION, {})
     connection: BoundedConnection | None = extension.get("connection")
     return connection
 

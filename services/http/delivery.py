@@ -51,8 +51,16 @@ def was_taken(sock: socket.socket) -> bool | None:
     return state == _CLOSE_WAIT and _unacknowledged(sock) == 0
 
 
+def has_unread(sock: socket.socket) -> bool:
+    """Returns whether bytes of the client have arrived that the server has not read yet."""
+    return _count(sock, termios.FIONREAD) > 0
+
+
 def _unacknowledged(sock: socket.socket) -> int:
     """Returns the number of bytes in a socket that its peer has not acknowledged."""
     # This is SIOCOUTQ, which has the same number as TIOCOUTQ.
-    content = fcntl.ioctl(sock.fileno(), termios.TIOCOUTQ, bytes(4))
-    return int(struct.unpack("i", content)[0])
+    return _count(sock, termios.TIOCOUTQ)
+
+
+def _count(sock: socket.socket, request: int) -> int:
+    return int(struct.unpack("i", fcntl.ioctl(sock.fileno(), request, bytes(4)))[0])

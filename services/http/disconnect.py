@@ -38,7 +38,7 @@ async def cancel_on_disconnect(request: Request, work: Awaitable[_T], *, drain: 
             reason = error
             caller.cancel()
 
-    connection = connection_of(request)
+    connection = connection_of(request.scope)
     watchers: list[asyncio.Handle | asyncio.Task[None]] = []
     if connection is not None:
         watchers += _when_lost(connection, cancel)

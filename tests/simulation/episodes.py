@@ -57,17 +57,19 @@ class _Gateway(Model):
     def __init__(self, scene: "EpisodeWorld") -> None:
         self._scene = scene
         self.arrived: set[str] = set()
-        """Calls of agents that have reached it."""
+        """Calls of agents whose head has reached it."""
         self._known: dict[str, tuple[float, list[Any]]] = {}
         """The episodes of a request, and when they ended."""
         self._life = 0
         self.lives = 0
 
+    def begun(self, call: Call) -> None:
+        if CALL_HEADER in call.headers:
+            self.arrived.add(call.headers[CALL_HEADER])
+
     def asked(self, call: Call) -> Answered:
         if call.method == "DELETE":
             self._known.pop(call.path.removeprefix("/episodes/"), None)
-        if CALL_HEADER in call.headers:
-            self.arrived.add(call.headers[CALL_HEADER])
         if str(call) != "POST /episodes":
             return super().asked(call)
         request = EpisodeRequest.model_validate_json(call.content)
@@ -126,6 +128,7 @@ class EpisodeWorld(World):
         self.node("agent", make_agent)
         # Nobody could tell a copy of a task, or of a call that an agent makes, from another one.
         self.net.is_copied = lambda call: call.path != "/play" and CALL_HEADER not in call.headers
+        self.net.is_noticed = lambda call: CALL_HEADER in call.headers
         Game._trouble = self._trouble
 
     def more_settings(self) -> dict[str, Any]:

@@ -112,6 +112,9 @@ class Model:
         """Sees a request; returns what sees its answer, if it is a success."""
         return lambda _: None
 
+    def begun(self, call: Call) -> None:
+        """Sees that the head of a request has arrived."""
+
     def forget(self) -> None:
         """Another volume has taken the place of the node's."""
 
@@ -210,6 +213,7 @@ class Node:
         """
         if self.app is None:
             raise httpx.ConnectError("refused")
+        self.model.begun(call)
         answered = self.model.asked(call) if size is None else None
         if not isinstance(self.app, StandIn):
             serving = partial(serve, self.app, call, size, connection)
@@ -245,6 +249,21 @@ class Node:
                 self._story.say(f"BROKEN by {self.name}: {broken}")
                 self.errors.append(broken)
         return reply
+
+    async def refuse(self, call: Call) -> Reply:
+        """Refuses a request, as a server does that has too many. Raises ConnectError."""
+        app: Any = self.app
+        if app is None:
+            raise httpx.ConnectError("refused")
+        self.model.begun(call)
+        load = app.state.load
+        limit = load.request_limit
+        load.request_limit = 0
+        try:
+            # It waits for nothing, so that no other request meets this limit.
+            return await serve(app, call, connection=Connection())
+        finally:
+            load.request_limit = limit
 
     async def ask(self, method: str, path: str) -> Reply:
         """Asks the process from outside of the simulated network."""
@@ -349,6 +368,9 @@ class Net:
         """Lives of the process "", which is no node: the trainer's."""
         self.is_copied: Callable[[Call], bool] = lambda _: True
         """Whether the network may repeat a request."""
+        self.is_noticed: Callable[[Call], bool] = lambda _: False
+        """Whether a server knows of a request that it refuses, or whose client leaves it while it is
+        on its way: it waited at the server."""
         self._cuts: list[tuple[str, str]] = []
         """Pairs of machines that do not reach each other; "*" is every machine."""
 
@@ -446,13 +468,22 @@ class Wire(Network):
             kind = ""
         if kind:
             net.story.fault(kind, f"{call} to {node.name}")
-        await asyncio.sleep(rng.uniform(0.0005, 30.0 if kind == "slow" else 0.01))
+        try:
+            await asyncio.sleep(rng.uniform(0.0005, 30.0 if kind == "slow" else 0.01))
+        except asyncio.CancelledError:
+            if kind == "slow" and net.is_noticed(call) and not net.is_cut(self._owner, node):
+                self._later(node, call, 0.0, size=rng.randrange(len(call.content) + 1))
+            raise
         if net.is_cut(self._owner, node):
             await asyncio.sleep(1e6)
         if kind == "lost request":
             raise httpx.ReadError("lost")
         if kind == "busy":
-            return Reply(503, {"retry-after": "0.1"})
+            return (
+                await node.refuse(call)
+                if net.is_noticed(call)
+                else Reply(503, {"retry-after": "0.1"})
+            )
         if kind == "repeated":
             self._later(node, call, 0.0)
         if kind == "late copy":
@@ -475,13 +506,18 @@ class Wire(Network):
         connection.end(taken=True)
         return reply
 
-    def _later(self, node: Node, call: Call, delay_s: float) -> None:
-        """Delivers a copy of a request whose answer nobody reads."""
+    def _later(self, node: Node, call: Call, delay_s: float, size: int | None = None) -> None:
+        """Delivers a copy of a request whose answer nobody reads, or so much of its body as arrived
+        before its client left.
+        """
+        connection = Connection()
+        if size is not None:
+            connection.end(taken=False)
 
         async def deliver() -> None:
             await asyncio.sleep(delay_s)
             with contextlib.suppress(httpx.TransportError):
-                await node.answer(call, None, Connection())
+                await node.answer(call, size, connection)
 
         context = contextvars.Context()
         context.run(process.set, _WIRES)

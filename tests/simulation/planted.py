@@ -387,9 +387,22 @@ _EPISODES = {
         "reward=outcome.reward",
     ),
     # ---------------------------------------------------------------- its gateway
+    "a call that was refused under load was answered": Bug(
+        "services/environment/followed.py", "_NO_ANSWER = 499", "_NO_ANSWER = 504"
+    ),
+    "a call whose client left before it was read is unknown": Bug(
+        "services/environment/followed.py",
+        "if request.was_left or not session.closed:",
+        "if not request.was_left and not session.closed:",
+    ),
+    "an answer to any call is one to all": Bug(
+        "services/environment/followed.py",
+        "if each.is_repeated_by(request) and each.lacks_answer():",
+        "if each.lacks_answer():",
+    ),
     "an answer counts as read once it is sent": Bug(
-        "services/environment/app.py",
-        "answer.call.was_taken = connection.deliver().taken",
+        "services/environment/followed.py",
+        "request.delivery = connection.deliver()",
         "connection.deliver()",
     ),
     "an answer that nobody took counts as read": Bug(

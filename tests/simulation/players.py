@@ -21,6 +21,7 @@ from tests.support.models.trap_models import letters, trap_tokenizer
 CALL_HEADER = "x-call"
 """Names every try of an agent's call, for the model."""
 _TRIES = 3
+"""Most tries of a call; some agents give up after the first."""
 _ROUNDS = 3
 """Most tool calls of an episode."""
 _LETTERS = "abcdefgh"
@@ -115,7 +116,12 @@ class Agent(StandIn):
 
     async def answer(self, call: Call) -> Reply:
         task = call.json()
-        asked = _Calls(self, task["session"], self._rng.choice((2.0, 20.0, 60.0)))
+        asked = _Calls(
+            self,
+            task["session"],
+            limit_s=self._rng.choice((2.0, 20.0, 60.0)),
+            tries=self._rng.choice((1, _TRIES)),
+        )
         content = f"I am {task['session']['api_key']}."
         messages = [*task["messages"], {"role": "user", "content": content}]
         texts: list[str] = []
@@ -131,7 +137,11 @@ class Agent(StandIn):
                 # Whoever has not reached the model knows that it is no failure of the model.
                 counts = asked.has_arrived and self._rng.random() < 0.5
                 self._net.story.say(f"{task['session']['api_key']} has no answer, zero: {counts}")
-                return Reply(200, {}, b"0.0") if counts else Reply(500, {})
+                if not counts:
+                    return Reply(500, {})
+                if self._grading != "posted":
+                    return Reply(200, {}, b"0.0")
+                return Reply(200 if await asked.grade(0.0) else 500, {})
             if not asked.has_retried and len(set(got)) < count:
                 raise Broken("two equal calls got one answer")
             texts += got
@@ -183,11 +193,15 @@ class _Calls:
 
     _count = 0
 
-    def __init__(self, agent: "Agent", session: dict[str, str], limit_s: float) -> None:
+    def __init__(
+        self, agent: "Agent", session: dict[str, str], *, limit_s: float, tries: int
+    ) -> None:
         self.has_retried = False
         self._agent = agent
         self._session = session
         self._limit_s = limit_s
+        self._tries = tries
+        """How often it sends a call before it gives up."""
         self.has_arrived = False
         """Whether a call without an answer has reached the gateway."""
 
@@ -197,7 +211,7 @@ class _Calls:
         body = {"model": "policy", "messages": messages}
         self._count += 1
         name = f"{self._session['api_key']} {self._count}"
-        for attempt in range(_TRIES):
+        for attempt in range(self._tries):
             self.has_retried |= attempt > 0
             headers = {CALL_HEADER: name, **self._agent.retries(attempt)}
             reply = await self._try(url, body, headers)

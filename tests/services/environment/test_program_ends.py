@@ -61,11 +61,15 @@ class Ends:
         self._output = output
         self.started: list[Any] = []
         self.killed = False
+        self.requests = self
 
     def unanswered(self) -> list[Any]:
         lost = ServiceLost("engine lost", field="", value="", remedy="")
-        errors: dict[str, list[Any]] = {"": [], "engine": [lost], "client": [None]}
-        return [SimpleNamespace(error=error) for error in errors[self._unanswered]]
+        return [SimpleNamespace(error=lost)] if self._unanswered == "engine" else []
+
+    def fault(self, is_graded: bool) -> str:
+        assert is_graded == self.graded.is_set()
+        return "no answer" if self._unanswered == "client" else ""
 
     def close(self) -> None:
         self.closed = True

@@ -48,7 +48,7 @@ class Server:
                 self.asked.set()
                 self.goes_on.wait(LIMIT_S)
             response = Response(b"x" * (LARGE if what == "large" else BODY))
-            connection = connection_of(request)
+            connection = connection_of(request.scope)
             assert connection is not None
             self.deliveries.append(connection.deliver())
             return response
