@@ -192,19 +192,13 @@ def _gateway_route(app: Service, service: EpisodeService, dialect: Dialect) -> N
         except InvalidInput as error:
             service.refuse(called, error)
             raise
-        try:
-            content = dialect.write(answer, parsed, secrets.token_hex(16))
-            if parsed.streams:
-                # As one body with its length, since clients stop reading at the last event.
-                events = "".join(dialect.events(content, parsed))
-                response = Response(events, media_type=EVENTS)
-            else:
-                response = Response(_json(content), media_type=JSON)
-            answer.call.was_taken = followed.was_taken
-        except BaseException:
-            answer.call.mark_unanswered()
-            raise
-        return response
+        answer.call.was_taken = followed.has_answer
+        content = dialect.write(answer, parsed, secrets.token_hex(16))
+        if parsed.streams:
+            # As one body with its length, since clients stop reading at the last event.
+            events = "".join(dialect.events(content, parsed))
+            return Response(events, media_type=EVENTS)
+        return Response(_json(content), media_type=JSON)
 
     _add_call(app, dialect.path, call, dialect)
 
