@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from common.errors import ConfigError
 from common.settings.sections import RuntimeSection
 from common.wire.schemas import EpisodeLimits, EpisodeTask
 from services.environment import program_runner
@@ -20,6 +21,7 @@ from services.environment.outcome import EnvironmentLost, Outcome
 from services.environment.program_runner import ProgramRunner
 from services.environment.programs import free_port
 from services.environment.runtimes.runtime import Spec
+from tests.support.errors import raises
 
 TASK = EpisodeTask(env="e", prompt="p", columns={"task": "t1"})
 LIMITS = EpisodeLimits(deadline_s=5000.0)
@@ -206,3 +208,20 @@ async def test_no_more_programs_run_than_there_are_slots() -> None:
 
 def test_free_ports_are_free() -> None:
     assert all(1024 <= free_port() < 65536 for _ in range(5))
+
+
+@pytest.mark.parametrize("kind", ["local", "docker", "kubernetes"])
+def test_a_command_of_a_container_is_not_looked_for_here(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[Any] = []
+    monkeypatch.setattr(program_runner, "load_runtime", lambda *these: given.append(these))
+    section = RuntimeSection.model_validate({"kind": kind})
+    more: dict[str, Any] = {"slots": 1, "gateway": "http://g", "section": section}
+    if kind == "local":
+        with raises(ConfigError, field="environment.name", value="no-such-program 'a b'"):
+            ProgramRunner("agent:x", "no-such-program 'a b'", **more)
+        return
+    made = ProgramRunner("agent:x", "no-such-program 'a b'", **more)
+    assert made._words == ["no-such-program", "a b"]
+    assert given == [(section, "http://g")]
