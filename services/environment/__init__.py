@@ -22,6 +22,8 @@
                                                │
     trainer ◄── Episodes ◄── service ◄─────────┴── Outcome        outcome.py: reward, status, counts
 
+`followed.py` follows every request of a session from its first line on: none is lost unseen.
+
 Words of this package: a *call* asks the model for an answer; a *turn* is a call with its answer, as
 recorded; a *tool call* is what the model asks for inside an answer; a *program* is a user's process
 that plays an episode (the settings call it `agent`).
