@@ -43,6 +43,9 @@ GRACE_S = 30.0
 """Seconds after SIGTERM in which requests in flight may finish; the rest is then answered with
 503."""
 _LAST_S = 5.0
+_ACCEPTING = 100
+"""More rounds of the event loop than a full queue of connections takes, of which each round accepts
+100: under a flood, or at the limit of open files, the queue may never be empty."""
 _ROUNDS = 16
 """More rounds of the event loop than lie between the acceptance of a connection and the first line
 of its handler."""
@@ -326,7 +329,9 @@ async def until_read() -> None:
         for sock in server.listening:
             waiting.register(sock, select.POLLIN)
     # A socket that listens can be read while connections wait to be accepted.
-    while waiting.poll(0):  # noqa: ASYNC110
+    for _ in range(_ACCEPTING):
+        if not waiting.poll(0):
+            break
         await asyncio.sleep(0)
     for _ in range(_ROUNDS):
         await asyncio.sleep(0)
