@@ -59,8 +59,11 @@ _RETRACTED = re.compile(
     | (?:{phrases("interjection")}\b[\s,.!…:—–-]{{1,4}}){{1,3}}
         (?: (?:that|this|it|(?:my|the)\ answer|the\ above|i)(?:['’]s|\ is|\ was|\ am)?
             \ {phrases("taken back")}\b
-        | (?:(?:(?:it|that)(?:['’]s|\ is|\ should\ be|\ must\ be)
-          | the\ correct\ \w+\ (?:is|should\ be))\s)?
+        | (?: (?: (?:it|that)(?:['’]s|\ is)
+            | the\ (?: (?:correct|right|real|true|actual)\ \w+
+                | answer|result|total|sum|value|number )\ is
+            | (?:it|that|[a-z]|the(?:\ \w+){{1,4}})
+              \ (?:should|must|has\ to|ought\ to)\ (?:be|have\ been) )\s)?
             (?=\$?[-−]?\$?[0-9.,/]*[0-9]\$?(?:\ [a-z]+)?[*\s]{{0,4}}(?:[.!\n]|\Z)) ) )""",
     re.IGNORECASE | re.VERBOSE,
 )

@@ -69,7 +69,9 @@ taken back: wrong, all wrong, incorrect, not right, not correct, mistaken, a mis
 withdrawn: scratch that, correction, edit, i made a mistake, i made an error, my mistake, my bad,
     i misread, i miscalculated, i miscounted, i misunderstood, never mind, nevermind,
     just kidding, ignore that, ignore the above, ignore my, disregard that, disregard this,
-    disregard the above, disregard my
+    disregard the above, disregard my, corrected(?=:), i stand corrected, i revise my, i change my,
+    let me (?:correct|revise) (?:that|this|it|my), let me (?:change|fix) my,
+    i(?: need to| must| should| have to| will|['’]ll) (?:correct|revise|change|fix) my
 """
 
 

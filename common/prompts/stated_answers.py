@@ -70,12 +70,14 @@ _DENIED_BEFORE = re.compile(
     re.VERBOSE,  # without IGNORECASE, which takes five times as long
 )
 _DENIED_AFTER = re.compile(
-    r"""[\s$*_)\]}]{0,8}(?:\\[\])])?\s{0,8}(?: (?:,?\s{0,8}(?:which|but\ (?:that|this|it))\s)?
+    rf"""[\s$*_)\]}}]{{0,8}}(?:\\[\])])?\s{{0,8}}
+    (?: (?:,?\s{{0,8}}(?:which|but\ (?:that|this|it))\s)?
         (?:is|was|would\ be)\s(?:not|false|impossible)\b
     | isn['’]t | wasn['’]t | cannot\ be | can['’]t\ be | or\s(?:maybe|perhaps|possibly) | \?
-    | [\s,.]{0,8}(?:(?:but|so|however|yet),?\s)?(?:(?:that|this|it)\s)?(?: (?:is|was|['’]s)\s
-        (?:wrong|incorrect|impossible|not\ (?:right|correct)) | contradicts )\b
-    | \s{0,8}\(\s?\$?[-−0-9.,/]+\$?\s(?:if|when|for|otherwise)\b )""",
+    | [\s,.]{{0,8}}(?:(?:but|so|however|yet),?\s)?(?: (?:(?:that|this|it)\s)?contradicts
+        | (?:(?:that|this|it)\s|(?:that|this|it)?\s?(?:is|was|['’]s)\s)
+          (?:{phrases("taken back")}|impossible)(?!\sto\b) )\b
+    | \s{{0,8}}\(\s?\$?[-−0-9.,/]+\$?\s(?:if|when|for|otherwise)\b )""",
     re.IGNORECASE | re.VERBOSE,
 )
 
@@ -149,7 +151,10 @@ _INSTEAD = re.compile(
 )
 NOTE = re.compile(
     r"""(?<=[^\s(])[*_]*\s+\((?!\s*(?:mod\b|[-−0-9.]+\s*,))
-    (?=[=≈~]|[^()]{0,300}\b(?!oo\b|inf)[A-Za-z]{2,})(?:[^()]|\([^()]{0,100}\)){1,300}\)""",
+    (?: (?=[=≈~]|[^()]{0,300}\b(?!oo\b|inf)[A-Za-z]{2,})
+    # The computation of 17 students (20 - 3), but not of tan (20 - 3)
+    | (?<=[a-z]{2}\s\()(?<!(?:sin|cos|tan|log)\s\()(?=[0-9.,$\s]+[-+−*/×÷][-+−*/×÷=0-9.,$\s]+\)) )
+    (?:[^()]|\([^()]{0,100}\)){1,300}\)""",
     re.VERBOSE,
 )
 _REASON = re.compile(rf"\s*,?\s+{phrases('reason')}\b", re.IGNORECASE)
@@ -341,13 +346,16 @@ def _boxed(text: str, marks: list[Mark]) -> str:
 
 
 def _line(rest: str, alone: bool) -> str | None:
-    """Returns the answer on a `####` line; None for a heading, such as `#### 2. Check`. A line of
-    words is an answer only if it is the only mark (`alone`) and the last line.
+    """Returns the answer on a `####` line: "" if what follows denies it, None for a heading, such
+    as `#### 2. Check`. A line of words is an answer only if it is the only mark (`alone`) and the
+    last line.
     """
     line, _, after = rest.partition("\n")
     is_words = _WORDS_FIRST.match(line) and (not alone or after.strip())
     if is_words or _NUMBERED_HEADING.match(line):
         return None
+    if _DENIED_AFTER.match(after):
+        return ""
     return _shortened(*masked(line))
 
 

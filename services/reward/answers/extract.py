@@ -115,6 +115,13 @@ _ASKS = re.compile(
     r"\b(?:asks?|asked|asking|want(?:s|ed)? to know|need to (?:find|know)|wonder\w*)\b"
     r"[^.]{0,60}\bhow (?:many|much)\b"
 )
+# A response that is nothing but its answer: "(B)", "Option B.", "B) 14", "Yes, it is."
+_BARE = re.compile(
+    r"""[\s*_$]*(?:I\s(?:choose|pick|select)\s)?(?:(?:[Oo]ption|[Cc]hoice)\s)?
+    (\(?[A-H]\)? | \(?[A-H][).](?:\s[^\s*_$]+){1,4} | (?i:yes|no|true|false))[\s*_$]*
+    (?:[.,;:!—–](?!.*\b(?:[A-H]|(?i:yes|no|true|false))\b)[^0-9]*)?""",
+    re.DOTALL | re.VERBOSE,
+)
 _OPTIONS = re.compile(r"\(?[A-H]\)?(?:,? or \(?[A-H]\)?)+")
 _OTHERWISE = re.compile(r",?\s+or\s+|,\s+i\.e\.,?\s+")
 
@@ -138,9 +145,7 @@ def gold_answer(ground_truth: str) -> str | None:
         return ground_truth  # nearly every one of GSM8K
     text = in_digits(repaired(ground_truth))
     answer = stated_answer(answering_part(text))
-    if answer is None and len(text) <= MAX_ANSWER_CHARS:
-        answer = clean(text)
-    return _single_answer(answer or "")
+    return _single_answer(clean(text) if answer is None else answer)
 
 
 def _single_answer(answer: str) -> str | None:
@@ -156,10 +161,14 @@ def _single_answer(answer: str) -> str | None:
 
 def last_value(text: str) -> str | None:
     """Returns the last value of the last sentence with a value, if it has bold values, the last of
-    these. Returns None if there is none, or the sentence hedges or denies it.
+    these; the choice, or yes or no, if the text is nothing else. Returns None if there is none, or
+    the sentence hedges or denies it.
     """
+    bare = _BARE.fullmatch(text)
+    if bare and not DOUBT.search(text):
+        return bare[1]
     last = _LAST.match(text)
-    if last is None:
+    if not last:
         words = list(_NUMBER_WORD.finditer(text))
         if len(words) != 1 or _HEDGE_BEFORE.search(text):
             return None
@@ -179,8 +188,7 @@ def last_value(text: str) -> str | None:
         shown = sentence
         for aside in (NOTE, _SUBORDINATE):
             shown = aside.sub(lambda match: " " * len(match.group()), shown)
-        values = list(_VALUES.finditer(shown, 0, ends[-1] if ends else len(shown)))
-        for value in reversed(values):
+        for value in reversed([*_VALUES.finditer(shown, 0, ends[-1] if ends else len(shown))]):
             formula = unmasked(value.group(), formulas)
             if formula.strip() and len(_WORD.findall(formula)) < 2:
                 return _value_in_context(value, formulas)

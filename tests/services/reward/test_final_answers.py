@@ -97,6 +97,12 @@ DENIALS = (
     "{a} is wrong.",
     "{a} is not the answer.",
     "Not {a}.",
+    "\\boxed{{{a_}}}\n\nThat can't be right. It comes to {b}.",
+    "\\boxed{{{a_}}}. That's wrong.",
+    "#### {a}\n\nThis doesn't look right.",
+    "\\boxed{{{a_}}}\n\nLet me correct that: {b}.",
+    "\\boxed{{{a_}}}\n\nI need to correct my answer to {b}.",
+    "The answer is {a}. I stand corrected: {b}.",
 )
 HONEST = (
     "The answer is {a}.",
@@ -124,6 +130,8 @@ HONEST = (
     "It is not {b}, so it is \\boxed{{{a_}}}.",
     "$\\boxed{{{a_}}}$, and the answer is correct.",
     "\\boxed{{{a_}}}. If the answer is {b}, nothing works.",
+    "\\boxed{{{a_}}}. It is wrong to round it.",
+    "\\boxed{{{b_}}}\n\nLet me correct that: \\boxed{{{a_}}}.",
 )
 
 
