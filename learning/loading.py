@@ -25,7 +25,7 @@ from torch.func import functional_call
 from transformers import AutoConfig, GenerationConfig, PreTrainedModel
 
 from common.errors import ConfigError
-from common.models.hub import refuse_random
+from common.models.hub import BUILDING, refuse_random
 from common.process import progress
 from common.settings.config import Config
 from common.weights.checksums import Hasher
@@ -171,16 +171,17 @@ class Pretrained:
         """Loads the tensors in the files into CPU memory. Raises OSError or ValueError, also when
         the files lack a tensor that `added` does not initialise.
         """
-        model, found = self.auto.from_pretrained(
-            self.source,
-            config=self.config(),
-            dtype=torch.float32,
-            trust_remote_code=self.trust_remote_code,
-            use_safetensors=True,
-            # The model may be a part of the one in the files.
-            key_mapping=None if self.config() is self.whole_config else LANGUAGE_PART,
-            output_loading_info=True,
-        )
+        with BUILDING:
+            model, found = self.auto.from_pretrained(
+                self.source,
+                config=self.config(),
+                dtype=torch.float32,
+                trust_remote_code=self.trust_remote_code,
+                use_safetensors=True,
+                # The model may be a part of the one in the files.
+                key_mapping=None if self.config() is self.whole_config else LANGUAGE_PART,
+                output_loading_info=True,
+            )
         own = named_tensors(model)
         # transformers fills them with random numbers and only warns.
         refuse_random(
@@ -213,7 +214,7 @@ class Pretrained:
 
     def empty(self) -> Any:
         """Builds the modules, with parameters on the meta device and initialised buffers."""
-        with _parameters_on_meta():
+        with BUILDING, _parameters_on_meta():
             try:
                 model = self.auto.from_config(
                     self.config(), dtype=torch.float32, trust_remote_code=self.trust_remote_code

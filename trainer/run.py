@@ -16,13 +16,14 @@
 No part depends on the run; rollouts, weights, evaluator and log do not depend on one another.
 """
 
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from common.errors import ServiceError
+from common.errors import ConfigError, ServiceError
 from common.process import watchdog
 from common.process.run_lock import RunLock
 from common.settings.config import Config
@@ -44,6 +45,25 @@ from trainer.rollouts.rollouts import Rollouts
 from trainer.timing import WAITS_FOR_BATCH, StageClock
 from trainer.weights.gpu_lease import GpuLease
 from trainer.weights.sync import WeightSync
+
+_TRAINING = threading.Lock()
+
+
+@contextmanager
+def only_run(run_dir: Path) -> Iterator[None]:
+    """Raises ConfigError if another thread of this process trains: both runs would draw their
+    random numbers from one generator, and one would end the other.
+    """
+    if not _TRAINING.acquire(blocking=False):
+        raise ConfigError(
+            "another run is training in this process",
+            field="trainer.run_dir",
+            value=run_dir,
+            remedy="train one after the other, or each in a process of its own",
+        )
+    with ExitStack() as stack:
+        stack.callback(_TRAINING.release)
+        yield
 
 
 class OutOfMemory(ServiceError):

@@ -4,6 +4,7 @@ answer; and that its files were whole.
 
 import json
 import re
+import threading
 import time
 from collections.abc import Callable, Collection
 from concurrent.futures import wait
@@ -34,6 +35,12 @@ _NOT_CAUSAL = (
 )
 """Ends of the names of architectures that have another head."""
 _T = TypeVar("_T")
+
+BUILDING = threading.RLock()
+"""Held while a model is built or loaded. transformers and this package then replace methods of
+torch's and transformers' classes: two threads at once would put each other's replacements back for
+good.
+"""
 
 
 def check_models(config: "Config") -> None:

@@ -7,7 +7,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from common.errors import ConfigError
-from common.models.hub import check_model, refuse_random
+from common.models.hub import BUILDING, check_model, refuse_random
 from learning.batch_independence import fix_rotary_factors
 from learning.device import dtype_on
 from learning.head import make_float32_logits
@@ -49,15 +49,16 @@ class Model(Decoder):
             whole = AutoConfig.from_pretrained(path, local_files_only=True)
             config = language_part(whole)
             fix_rotary_factors(config, max_context_tokens)
-            loaded, found = AutoModelForCausalLM.from_pretrained(
-                path,
-                config=config,
-                key_mapping=None if config is whole else LANGUAGE_PART,
-                local_files_only=True,
-                use_safetensors=True,
-                dtype=dtype_on(device, dtype),
-                output_loading_info=True,
-            )
+            with BUILDING:
+                loaded, found = AutoModelForCausalLM.from_pretrained(
+                    path,
+                    config=config,
+                    key_mapping=None if config is whole else LANGUAGE_PART,
+                    local_files_only=True,
+                    use_safetensors=True,
+                    dtype=dtype_on(device, dtype),
+                    output_loading_info=True,
+                )
             refuse_random(found["missing_keys"])
             set_conversions(loaded, loaded.state_dict(), SafetensorsReader(path).shapes())
             find_decoder(loaded)

@@ -22,7 +22,7 @@ from trainer.diagnosis.self_diagnosis import diagnosed
 from trainer.loop import train
 from trainer.observe.problems import Problems
 from trainer.observe.run_dir import console as standard_console
-from trainer.run import Listener
+from trainer.run import Listener, only_run
 
 
 def train_in_process(
@@ -52,9 +52,9 @@ def train_in_process(
             SGLang servers that see this disk.
         environment: plays the episodes, in place of the one named in `config.environment.name`.
 
-    Raises ConfigError, or another ServiceError with the reason when training cannot continue.
+    Raises ConfigError, also while another run trains in this process, or another ServiceError with
+    the reason when training cannot continue.
     """
-    torch.manual_seed(config.seed)
     logging.getLogger("httpx").setLevel(logging.WARNING)
     run_dir = config.trainer.run_dir or Path("runs") / "local"
     backend = InProcessBackend(
@@ -66,10 +66,12 @@ def train_in_process(
         environment=environment,
     )
     with (
+        only_run(run_dir),
         RunLock.of_new_run(run_dir, "in-process") as lock,
         diagnosed(run_dir, config),
         ExitStack() as stack,
     ):
+        torch.manual_seed(config.seed)
         stack.enter_context(reproducible_numbers(config.reproducible))
         run = build_run(
             config,

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -471,6 +472,20 @@ def test_evaluation_works_while_an_event_loop_runs(
         ]
 
     assert asyncio.run(cell()) is not None
+
+
+def test_evaluations_in_several_threads_at_once_end_as_one_alone(
+    base_model: Path, test_data: list[Prompt]
+) -> None:
+    def responses(_: int = 0) -> list[str]:
+        with contextlib.closing(MathRewardFunction()) as reward:
+            evaluator = ModelEvaluator(base_model, max_new_tokens=8, progress=False)
+            return evaluator.evaluate(test_data[:2], reward)["responses"]
+
+    alone = responses()
+    with ThreadPoolExecutor(4) as threads:
+        assert list(threads.map(responses, range(4))) == [alone] * 4
+    assert responses() == alone
 
 
 def test_two_evaluations_are_compared_problem_by_problem(

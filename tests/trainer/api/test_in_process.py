@@ -4,6 +4,7 @@ import io
 import json
 import sqlite3
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from trainer.algorithms.advantages import group_normalised
 from trainer.algorithms.batch import Batch, TrainingGroup
 from trainer.rollouts.collector import CollectFailed
 from trainer.rollouts.priorities import load_priority
+from trainer.run import Listener
 
 pytestmark = pytest.mark.integration
 
@@ -42,6 +44,33 @@ def test_a_run_is_repeatable_and_depends_on_the_seed(settings: Callable[..., Con
         assert x["reward"] == y["reward"]
         assert x["update"] == pytest.approx(y["update"], abs=1e-4)
     assert [g.prompt_id for g in stored(other)] != [g.prompt_id for g in stored(first)]
+
+
+def test_a_second_run_at_the_same_time_is_refused_and_ends_nothing(
+    settings: Callable[..., Config], tmp_path: Path
+) -> None:
+    alone = settings("--trainer.max_steps", "2")
+    train_in_process(alone, quiet())
+    first = settings("--trainer.max_steps", "2", directory=tmp_path / "first")
+    second = settings("--trainer.max_steps", "1", directory=tmp_path / "second")
+    refused: list[BaseException | None] = []
+
+    class StartsAnother(Listener):
+        def on_event(self, run: Any, event: str, **about: Any) -> None:
+            if event == "step_end":
+                with ThreadPoolExecutor(1) as thread:
+                    refused.append(thread.submit(train_in_process, second, quiet()).exception())
+
+    train_in_process(first, quiet(), listener=StartsAnother())
+    assert len(refused) == 2
+    for error in refused:
+        assert isinstance(error, ConfigError)
+        assert "another run is training in this process" in str(error)
+    # It drew no random number of the first run.
+    for a, b in zip(metrics(alone), metrics(first), strict=True):
+        assert a["reward"] == b["reward"]
+        assert a["update"] == pytest.approx(b["update"], abs=1e-4)
+    train_in_process(second, quiet())
 
 
 def test_a_resumed_run_goes_on_as_an_unbroken_one(
