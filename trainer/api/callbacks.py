@@ -165,8 +165,9 @@ class Callbacks(Listener):
         self._carry_out(run, may_evaluate=event != "evaluating")
 
     def _call(self, event: str, **about: Any) -> None:
-        hook = getattr(self.hooks, f"on_{event}")
-        self.control = hook(self.args, self.state, self.control, **about)
+        self.control = getattr(self.hooks, f"on_{event}")(
+            self.args, self.state, self.control, **about
+        )
 
     def _begin_state(self, run: Run) -> None:
         """Sets what the state says of the whole run."""
@@ -312,15 +313,18 @@ def _with_names_of_trl(record: Json) -> Json:
 
 
 def _call(hook: Any, args: Any, state: Any, control: Any, *, keywords: Json) -> Any:
-    """Calls a hook with (args, state, control) and the `keywords` that it accepts.
-
-    A hook whose first parameter is `state` or `control` gets everything by name.
+    """Calls a hook by name if it requires nothing else, else with (args, state, control) and the
+    `keywords` that it accepts.
     """
     parameters = inspect.signature(hook).parameters
-    names_only = next(iter(parameters), "state") in ("state", "control")
-    if names_only:
-        keywords = {"args": args, "state": state, "control": control, **keywords}
-    takes_all = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
-    if not takes_all:
+    by_name = {"args": args, "state": state, "control": control, **keywords}
+    is_by_name = all(
+        each.kind is not each.VAR_POSITIONAL
+        and (name in by_name or each.kind is each.VAR_KEYWORD or each.default is not each.empty)
+        for name, each in parameters.items()
+    )
+    if is_by_name:
+        keywords = by_name
+    if not any(each.kind is each.VAR_KEYWORD for each in parameters.values()):
         keywords = {name: keywords[name] for name in parameters if name in keywords}
-    return hook(**keywords) if names_only else hook(args, state, control, **keywords)
+    return hook(**keywords) if is_by_name else hook(args, state, control, **keywords)

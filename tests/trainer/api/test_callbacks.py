@@ -199,6 +199,41 @@ class Cuts:
         control.should_epoch_stop = state.global_step == 1
 
 
+class NamesWhatItWants:
+    """Hooks that name some arguments only, and take the rest or have their own."""
+
+    def __init__(self) -> None:
+        self.seen: dict[str, Any] = {}
+
+    def on_train_begin(self, **about: Any) -> None:
+        self.seen["begin"] = {"args", "state", "control"} <= about.keys()
+
+    def on_step_end(self, _, state: Any, __, **about: Any) -> None:  # type: ignore[no-untyped-def]
+        self.seen["step"] = state.global_step
+
+    def on_log(self, logs: Any, state: Any, every: int = 1, **about: Any) -> None:
+        self.seen["log"] = ("reward" in logs, state.global_step, every)
+
+    def on_save(self, checkpoint: Path, **about: Any) -> None:
+        self.seen["save"] = (checkpoint.name, about["state"].global_step)
+
+    def on_train_end(self, *all_of_them: Any) -> None:
+        self.seen["end"] = len(all_of_them)
+
+
+def test_a_hook_gets_the_arguments_that_it_names(base_model: Path, tmp_path: Path) -> None:
+    settings = config(tmp_path, max_steps=1, save_steps=1, eval_strategy="no")
+    hooks = NamesWhatItWants()
+    GRPOTrainer(str(base_model), Scripted(RISES), settings, ROWS, callbacks=[hooks]).train()
+    assert hooks.seen == {
+        "begin": True,
+        "step": 1,
+        "log": (True, 1, 1),
+        "save": ("step_000001", 1),
+        "end": 3,
+    }
+
+
 @pytest.mark.parametrize("epochs", [1, 2])
 def test_only_the_last_epoch_can_end_early(base_model: Path, tmp_path: Path, epochs: int) -> None:
     settings = config(tmp_path, max_steps=-1, num_train_epochs=epochs, eval_strategy="no")
