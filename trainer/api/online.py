@@ -700,7 +700,7 @@ def _check_lengths(config: TrainerConfig, prompts: Sequence[Prompt]) -> None:
     elif config.max_new_tokens > room:
         field = "max_new_tokens"
         limit = f", and the model's context has only {longest + room}"
-        remedy = f"lower it to {max(1, room)}"
+        remedy = f"lower it to {room}" if room > 0 else "use a model with a longer one"
     if field:
         raise ConfigError(
             f"the problem {prompts[lengths.index(longest)].id} has {longest} tokens{limit}",

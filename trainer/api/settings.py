@@ -498,7 +498,7 @@ class TrainerConfig(ArgumentsOfOneProcess, BaseModel):
     @field_validator("save_steps", "eval_steps")
     @classmethod
     def _checked_interval(cls, value: float | str) -> float | str:
-        if isinstance(value, float) and (value < 0 or (value > 1 and not value.is_integer())):
+        if not isinstance(value, str) and (value < 0 or (value > 1 and value % 1)):
             raise ValueError("give a whole number of steps, or a share of all steps below 1")
         return value
 

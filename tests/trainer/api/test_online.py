@@ -231,6 +231,10 @@ def test_max_prompt_length_and_max_new_tokens(run: Run, base_model: Path) -> Non
         match=rf"context has only 512.*field: max_new_tokens.*remedy: lower it to {room}",
     ):
         run(max_new_tokens=room + 1)
+    with pytest.raises(ConfigError) as refused:
+        run(system_prompt="1 + " * 300, max_prompt_length=4096)
+    assert "context has only 512" in str(refused.value)
+    assert refused.value.remedy == "use a model with a longer one, or leave the problem out"
 
 
 def test_temperature(run: Run) -> None:

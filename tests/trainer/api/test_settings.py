@@ -44,6 +44,14 @@ def test_the_defaults_are_those_that_the_docs_promise() -> None:
             {"num_generations": 5},
             r"= 32 answers a step are not a multiple of num_generations = 5.*change one of these three",
         ),
+        (
+            {"save_steps": -1},
+            r"a whole number of steps, or a share.*field: save_steps · value: -1 ",
+        ),
+        (
+            {"eval_steps": -3},
+            r"a whole number of steps, or a share.*field: eval_steps · value: -3 ",
+        ),
         ({"critic_learning_rate": 1e-4}, r"grpo has no critic.*field: critic_learning_rate"),
         (
             {"kl_coef": 0, "ref_model_name_or_path": "x"},
