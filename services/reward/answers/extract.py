@@ -132,9 +132,7 @@ def extract_answer(response: str) -> str | None:
     """
     text = before_next_question(in_digits(answering_part(with_single_backslashes(response))))
     answer = stated_answer(text)
-    if answer is None:
-        answer = last_value(text)
-    return _single_answer(answer or "")
+    return _single_answer((last_value(text) if answer is None else answer) or "")
 
 
 def gold_answer(ground_truth: str) -> str | None:
@@ -153,10 +151,9 @@ def _single_answer(answer: str) -> str | None:
     or 6 weeks". Returns None if it is empty, too long, or names several options, as "A or B".
     """
     first, *others = _OTHERWISE.split(answer)
-    if others and all(same_answer(first, other) for other in others):
+    if all(same_answer(first, other) for other in others):
         answer = first
-    is_read = 0 < len(answer) <= MAX_ANSWER_CHARS and not _OPTIONS.fullmatch(answer)
-    return answer if is_read else None
+    return None if _OPTIONS.fullmatch(answer) or not 0 < len(answer) <= MAX_ANSWER_CHARS else answer
 
 
 def last_value(text: str) -> str | None:
