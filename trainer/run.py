@@ -61,9 +61,10 @@ def only_run(run_dir: Path) -> Iterator[None]:
             value=run_dir,
             remedy="train one after the other, or each in a process of its own",
         )
-    with ExitStack() as stack:
-        stack.callback(_TRAINING.release)
+    try:
         yield
+    finally:
+        _TRAINING.release()
 
 
 class OutOfMemory(ServiceError):
