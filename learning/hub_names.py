@@ -68,8 +68,8 @@ def set_conversions(model: Any, own: Mapping[str, Tensor], names: Iterable[str])
 
 
 def _part_prefix(own: Mapping[str, Tensor], names: Iterable[str]) -> list[PrefixChange]:
-    """Returns what removes the prefix of the language model from names in the files of a multimodal
-    model, of which the model with the tensors `own` is that part.
+    """Returns the change that removes the language model's prefix from names in a multimodal
+    model's files; empty unless the model with the tensors `own` is only its language part.
     """
     for part in _PARTS:
         if any(f"{part}." in name for name in own):

@@ -299,8 +299,8 @@ def _kept(predicts: _Array, completions: Sequence[Int32], masks: Sequence[Int32 
 
 
 def _same(array: NDArray[Any], other: NDArray[Any]) -> bool:
-    """Whether two arrays are equal. Rows of one group have the same one; only others are
-    compared.
+    """Whether two arrays are equal. The rows of a group mostly share one array, which needs no
+    comparison.
     """
     return array is other or np.array_equal(array, other)
 

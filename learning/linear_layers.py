@@ -135,8 +135,8 @@ def _families(columns: tuple[_Array, ...]) -> list[tuple[_Array, list[_Array]]]:
 
 
 def _alike(rows: list[_Array], weights: list[int] | None = None) -> Iterator[list[int]]:
-    """Yields the indices of rows of similar length, longest first: what they differ in, times
-    their weights, costs less than a further call.
+    """Yields groups of rows of similar length, by index, longest first. Padding the rows of a group
+    to one length costs less than another call would.
     """
     lengths = np.array([len(row) for row in rows], np.int64)
     factors = np.array(weights or np.ones_like(lengths))

@@ -106,24 +106,24 @@ class Snapshot:
     @classmethod
     @progress.working()
     def take(
-        cls, model: Contents, optimizer: Optimizer | None, ranks: Ranks, alone: bool
+        cls, model: Contents, optimizer: Optimizer | None, ranks: Ranks, gathered: bool
     ) -> "Snapshot":
         """Copies model and optimiser to CPU memory. A collective, which gathers sharded tensors one
         after the other.
 
         A model becomes safetensors files of at most 4 GB in float32; if it is sharded, every rank
-        keeps and writes some of them. The optimiser's state stays sharded. With `alone`, rank 0
+        keeps and writes some of them. The optimiser's state stays sharded. If `gathered`, rank 0
         writes everything, as the others do not see its disk.
         """
         # Ranks that see the same disk write some of the files each.
-        spread = ranks.sharded and ranks.world_size > 1 and not alone
+        spread = ranks.sharded and ranks.world_size > 1 and not gathered
         copies = Staging(ranks.device)
         files: dict[str, dict[str, Tensor]] = {}
         file_names = sorted({model.files[name] for name in model.files if name not in model.kept})
-        gathered = (
+        whole_tensors = (
             (name, full(tensor.detach().to(ranks.device))) for name, tensor in model.tensors.items()
         )
-        for name, whole in model.to_files(gathered):
+        for name, whole in model.to_files(whole_tensors):
             file = model.files[name]
             owner = file_names.index(file) % ranks.world_size if spread else 0
             if owner == ranks.rank:

@@ -293,7 +293,7 @@ class _Leader:
                 data=self.backend.data,
                 verdicts=self.verdicts.decided,
                 files=(*STEP_FILES, "audit") if config.trainer.audit else STEP_FILES,
-                words=listener.words,
+                in_user_names=listener.in_user_names,
             )
         )
         run.log = RunLog(
@@ -328,7 +328,7 @@ class _Leader:
         )
         run.run_id = self.run_id
         run.lock = self.lock
-        run.trained = trained
+        run.trained_prompts = trained
         run.identity = identity(config)
         run.listener = listener
         run.tokenizer = self.tokenizer

@@ -9,7 +9,7 @@ rank, rank 0.
 """
 
 from common.process import watchdog
-from trainer.policy.learn import learn, shared_batch
+from trainer.policy.learn import distributed_batch, learn
 from trainer.run import Run
 
 
@@ -17,12 +17,12 @@ def train(run: Run) -> None:
     """Trains until `run.total_steps`. Raises the error that stops the run, on every rank."""
     policy = run.policy
     critic = run.critic
-    rollouts = run.rollouts  # of rank 0
+    rollouts = run.rollouts  # None on ranks above 0
 
     with run.training():
         while policy.step < run.total_steps:
             run.begin_step()
-            batch = shared_batch(rollouts.next(policy.step) if rollouts else [], policy)
+            batch = distributed_batch(rollouts.next(policy.step) if rollouts else [], policy)
 
             # The report of a stalled run names this place.
             watchdog.at(f"the update of step {policy.step + 1}")
@@ -32,7 +32,7 @@ def train(run: Run) -> None:
                     update, critic_metrics = learn(policy, run.reference, critic, batch)
                     policy.step += 1  # the version of the new weights
                     run.reference.refresh(policy)
-                    run.trained.add(batch.problems)
+                    run.trained_prompts.add(batch.problems)
                     if run.audit is not None:
                         run.audit.step(policy, critic, batch, update)
 

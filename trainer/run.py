@@ -36,7 +36,7 @@ from trainer.observe.audit import Audit
 from trainer.observe.run_log import RunLog
 from trainer.policy.checkpoint import Checkpoints, RunState
 from trainer.policy.critic import CriticMetrics, ValueFunction
-from trainer.policy.identity import Facts
+from trainer.policy.identity import Identity
 from trainer.policy.policy import Policy, PolicyUpdate
 from trainer.policy.reference import Reference
 from trainer.policy.trained_prompts import TRAINED_PROMPTS, TrainedPrompts
@@ -83,8 +83,8 @@ class Listener:
         an evaluation), `evaluate` (`metrics`), `save` (`checkpoint`) and `train_end`.
         """
 
-    def words(self, text: str) -> str:
-        """Returns a hint with the names that this user knows for settings."""
+    def in_user_names(self, text: str) -> str:
+        """Returns a hint or alarm with the names that settings have in the user's own interface."""
         return text
 
     def measured(self, step: int) -> dict[str, float]:
@@ -120,9 +120,9 @@ class Run:
     run_id: str = ""
     lock: RunLock | None = None
     """The lock on the run directory; rank 0 only."""
-    trained: TrainedPrompts = field(default_factory=TrainedPrompts.none)
+    trained_prompts: TrainedPrompts = field(default_factory=TrainedPrompts.none)
     """The prompts that the model was trained on; only rank 0's are saved."""
-    identity: Facts = field(default_factory=dict)
+    identity: Identity = field(default_factory=dict)
     """The settings that all attempts share; rank 0 only."""
     listener: Listener = field(default_factory=Listener)
     tokenizer: Any = None
@@ -146,14 +146,15 @@ class Run:
     @contextmanager
     def training(self) -> Iterator[None]:
         """Collects groups and records steps inside the block."""
-        place = self.policy.step, self.total_steps
+        step = self.policy.step
+        total_steps = self.total_steps
         self.listener.on_event(self, "train_begin")  # which may end the run at once
         with ExitStack() as stack:
             stack.enter_context(self.checkpoints)
             if self.log is not None:
-                stack.enter_context(self.log.training(*place))
+                stack.enter_context(self.log.training(step, total_steps))
             if self.rollouts is not None:
-                stack.enter_context(self.rollouts.collecting(*place))
+                stack.enter_context(self.rollouts.collecting(step, total_steps))
             try:
                 yield
                 self.weights.wait()
@@ -244,8 +245,8 @@ class Run:
             self._save()
 
     def _is_due(self, every: int) -> bool:
-        """Whether something that is done every so many steps (0: never) is due; what follows the
-        last step is for `finish`.
+        """Whether something that happens every `every` steps (0: never) is due now. Never after the
+        last step: `finish` does it then.
         """
         step = self.policy.step
         return every > 0 and step % every == 0 and step < self.total_steps
@@ -270,13 +271,13 @@ class Run:
         progress = self.rollouts.progress if self.rollouts else PromptProgress()
         step = self.policy.step
 
-        alone = self.checkpoints.alone
+        gathered = self.checkpoints.gathered
         # Parked tensors come back to the GPU for the copy.
-        with self.lease.held():
+        with self.lease.borrowed():
             snapshots = (
-                self.policy.snapshots(alone)
-                | self.reference.snapshots(alone)
-                | self.critic.snapshots(alone)
+                self.policy.snapshots(gathered)
+                | self.reference.snapshots(gathered)
+                | self.critic.snapshots(gathered)
             )
 
         evaluated = self._evaluation
@@ -292,7 +293,7 @@ class Run:
             mean_reward=evaluated.mean_reward if evaluated else None,
             identity=self.identity,
         )
-        files = {TRAINED_PROMPTS: self.trained.file()}
+        files = {TRAINED_PROMPTS: self.trained_prompts.file()}
         saved = self.checkpoints.save(state, snapshots, files)
         self.listener.on_event(self, "save", checkpoint=saved)
         return saved

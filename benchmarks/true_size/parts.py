@@ -47,7 +47,7 @@ from trainer.evaluation.verdicts import Verdicts
 from trainer.observe.prometheus import TrainerMetrics
 from trainer.observe.run_dir import Recorder
 from trainer.observe.run_log import RunLog
-from trainer.policy.learn import shared_batch
+from trainer.policy.learn import distributed_batch
 from trainer.policy.policy import Policy, PolicyUpdate
 from trainer.policy.update_metrics import UpdateMetrics
 from trainer.rollouts.drops import Drops
@@ -180,14 +180,14 @@ def follow(name: str, share: float, rank: int, world_size: int, port: int) -> No
         ranks.barrier()
         parts = Parts()
         with parts.part("share"):
-            batch = shared_batch([], rank_policy(config, ranks))
+            batch = distributed_batch([], rank_policy(config, ranks))
         ranks.barrier()
         with parts.part("advantages"):
             batch.advantages, _ = compute_advantages(batch, config, 0.0, ranks.sum_shares)
         ranks.barrier()
         with parts.part("collect"):
-            batch.whole(batch.advantages, ranks)
-            batch.whole(batch.advantages, ranks)
+            batch.gathered(batch.advantages, ranks)
+            batch.gathered(batch.advantages, ranks)
         ranks.gather(json.dumps([[each.cpu_s, each.peak_mb] for each in parts.found]))
 
 
@@ -303,7 +303,7 @@ def _learned(
     with ranks_of(0, world_size, port) as ranks:
         ranks.barrier()
         with parts.part("batch and share"):
-            batch = shared_batch(
+            batch = distributed_batch(
                 [TrainingGroup(group) for group in groups], rank_policy(config, ranks)
             )
         ranks.barrier()
@@ -312,8 +312,8 @@ def _learned(
         ranks.barrier()
         with parts.part("collect"):
             # Advantages, and the log-probabilities before the update.
-            batch.advantages = batch.whole(batch.advantages, ranks)
-            batch.old_logprobs = batch.whole(
+            batch.advantages = batch.gathered(batch.advantages, ranks)
+            batch.old_logprobs = batch.gathered(
                 [row if len(row) else np.zeros(0, np.float32) for row in batch.advantages], ranks
             )
         others = [json.loads(text) for text in ranks.gather("[]")[1:]]

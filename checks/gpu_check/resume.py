@@ -33,7 +33,7 @@ def correctness(found: Findings, setting: Setting) -> None:
         written = _state(policy)
         with Checkpoints(run_dir / "checkpoints", ranks, 1) as checkpoints:
             state = RunState(policy.step, 0, "check", policy.kl_coef, identity=identity(config))
-            path = checkpoints.save(state, policy.snapshots(checkpoints.alone))
+            path = checkpoints.save(state, policy.snapshots(checkpoints.gathered))
             learn(policy, reference, groups, config)  # while the files are written
             checkpoints.wait()
         went_on = _state(policy)

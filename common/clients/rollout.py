@@ -50,14 +50,14 @@ _SEED_STRIDE = 0xD1B54A32D192ED03
 
 
 def sample_seed(seed: int, index: int) -> int:
-    """Returns the seed of completion `index` of a request for n completions with this seed: a
-    request for one completion with it gives the same one.
+    """Returns the seed of completion `index` of a request for n completions with `seed`. A request
+    for a single completion with the returned seed samples the same tokens.
     """
     return (seed + index * _SEED_STRIDE) & 0xFFFFFFFFFFFFFFFF
 
 
 def single_seed(seed: int, index: int) -> int:
-    """Returns the same for a request to SGLang."""
+    """Returns `sample_seed` in the range that SGLang accepts."""
     return sample_seed(seed, index) & _SGLANG_SEEDS
 
 

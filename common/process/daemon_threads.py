@@ -28,8 +28,9 @@ def in_daemon_thread(function: Callable[[], _T], name: str) -> Future[_T]:
 
 
 def sent_on(error: BaseException) -> Exception:
-    """Returns an error of user code as another thread can raise it: an exit would end the event
-    loop there, which services may share, and no future takes a StopIteration.
+    """Returns an error of user code in a form that can be raised in another thread. A SystemExit
+    would end the event loop there, which services may share, and a StopIteration cannot be set on a
+    future: both become a RuntimeError.
     """
     if isinstance(error, Exception) and not isinstance(error, StopIteration):
         return error

@@ -7,8 +7,8 @@ _F = TypeVar("_F", bound="asyncio.Future[Any]")
 
 
 def forgettable(future: _F) -> _F:
-    """Returns the future or task. Its error may be forgotten: asyncio logs the others', if nobody
-    has asked for them, whenever the garbage collector finds them.
+    """Returns the future or task, and marks its error as seen: asyncio logs an error that nobody
+    has asked for when the garbage collector finds it.
     """
     future.add_done_callback(lambda done: done.cancelled() or done.exception())
     return future

@@ -8,8 +8,8 @@ OF_TRAINER = 10_000
 
 
 def collect_less_often(after: int) -> None:
-    """Leaves what exists now, libraries and models, out of collections, and collects after so many
-    new objects, not after 700.
+    """Keeps libraries, models and all else that exists now out of garbage collections, and starts a
+    collection only after `after` new objects; Python's default is 700.
 
     Requests in progress hold hundreds of objects each. Scans of these and of the modules, none of
     them garbage, took a third of a server's processor time (`python -m benchmarks.agents calls`),

@@ -271,8 +271,8 @@ def setup_logging(
 
 
 def is_set_up() -> bool:
-    """Whether `setup_logging` made the handlers, which do not show what is `SHOWN` already; those
-    of a user's script would.
+    """Whether `setup_logging` made the log handlers. They leave out lines marked `SHOWN`, which a
+    person has seen already; handlers of a user's own script would repeat them.
     """
     formatters = [handler.formatter for handler in logging.getLogger().handlers]
     return any(isinstance(each, TextFormatter | JsonFormatter) for each in formatters)

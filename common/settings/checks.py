@@ -509,8 +509,8 @@ def _all(section: type[Section], name: str, but: tuple[str, ...] = ()) -> list[s
 
 
 def _unread(config: Settings) -> list[tuple[bool, Sequence[str], str]]:
-    """Returns rows of: whether others make some settings pointless, these settings, and why;
-    `{name}` stands for a setting and its value.
+    """Returns rows of three: whether the settings in the second place have no effect, these
+    settings, and the reason, in which `{name}` stands for a setting and its value.
     """
     data = config.data
     of_columns = ("prompt_field", "answer_field", "messages_field", "columns", "task_field", "map")

@@ -343,7 +343,9 @@ def _of_completion(completion: Completion) -> _Problems:
 
 
 def _of_kept_tokens(completion: Completion) -> _Problems:
-    """Checks the tokens that truncated sampling kept: each token was sampled from its own."""
+    """Checks the tokens that truncated sampling kept: every sampled token must be among those kept
+    for it.
+    """
     counts = completion.kept_counts
     kept = completion.kept_tokens
     # Nothing was truncated: all tokens of the vocabulary were kept, and none is listed.

@@ -49,7 +49,7 @@ class BadRow(ConfigError):
 def refuse(
     problem: str, remedy: str = _REPAIR, field: str = "data.source", value: str | None = None
 ) -> NoReturn:
-    """Raises BadRow; without a `value`, its value is where the row is."""
+    """Raises BadRow. Without a `value`, `row_at` shows the place of the row as the value."""
     raise BadRow(problem, field=field, value=value, remedy=remedy)
 
 

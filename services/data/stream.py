@@ -286,7 +286,7 @@ class PromptStream(SqliteStore):
         )
 
     def _kind(self) -> tuple[str, str, str]:
-        """Returns what the stream is: another one cannot go on from its cursor."""
+        """Returns what a cursor is only valid with: seed, prompts and kind of curriculum."""
         return (
             str(self.seed),
             _fingerprint(self.prompts),

@@ -134,7 +134,9 @@ class Decoder:
             return rows
 
     def _try(self) -> None:
-        """Computes made-up sequences, without random numbers or CUDA graphs, and compares."""
+        """Computes made-up sequences, without random numbers or CUDA graphs, and compares the
+        results with those of transformers.
+        """
         with _refusing(self.config.model_type):
             try:
                 self._check_steps()
@@ -441,7 +443,9 @@ class Decoder:
 
 @contextmanager
 def _refusing(kind: str) -> Iterator[None]:
-    """Turns errors inside the context into those of a model of this kind that does not run here."""
+    """Turns any error inside the context into one which says that the engine cannot run a model of
+    this kind.
+    """
     try:
         yield
     except Exception as error:

@@ -64,7 +64,7 @@ def _pieces(
     markup: str = "",
     reads_end: bool = False,
 ) -> re.Pattern[str]:
-    """Returns the pattern of a format's pieces.
+    """Returns the regular expression that finds thoughts, blocks of calls and markup in an answer.
 
     Args:
         start: begins a block of calls.
@@ -87,7 +87,9 @@ def _pieces(
 
 
 def _value(argument: tuple[str, str]) -> str:
-    """Returns the pattern of an argument between tags, closed or not."""
+    """Returns a regular expression for an argument between tags, of which the closing one may be
+    missing.
+    """
     opens, closes = argument
     return rf"{opens}.*?(?:{closes}|\Z)"
 

@@ -124,8 +124,8 @@ def create_app(
 
     Args:
         name: name of the service in `/health` and metrics.
-        not_ready: returns why the service cannot serve now, or None; decides `/health`.
-        ServiceLost: it never will.
+        not_ready: returns why the service cannot serve now, or None; decides `/health`. A
+            ServiceLost says that it never will.
         flush: makes everything durable; `POST /flush` answers when it is done.
         lifespan: entered before the first request, left after the last.
         metrics: Prometheus metrics; a new set when None.

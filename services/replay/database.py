@@ -238,7 +238,9 @@ class Database(SqliteStore):
             )
 
     def is_set_back(self) -> bool:
-        """Whether another program has replaced the file, or overwritten it and its counts."""
+        """Whether another program has replaced the file, or has overwritten it together with its
+        counts.
+        """
         if super().is_set_back():
             return True
         kept = self._kept_counts
@@ -378,8 +380,8 @@ class Database(SqliteStore):
         return rows
 
     def blob_at(self, key: int) -> bytes | None:
-        """Returns the msgpack bytes of the group with this key, which none gets twice; None when it
-        is gone.
+        """Returns the msgpack bytes of the group with this key; None when it is gone. Keys are
+        never used twice.
         """
         found = self.records("WHERE key = ?", key)
         return self.data(*found[0]) if found else None

@@ -49,8 +49,8 @@ class Console:
 
 
 class Repeats:
-    """Chooses which lines are shown: of complaints that differ only in figures and names with
-    figures, `_SHOWN` within `_WINDOW_S` seconds. The last of them says so. `log_file` has all.
+    """Drops repeated complaints: of those that differ only in numbers, at most `_SHOWN` are shown
+    within `_WINDOW_S` seconds, and the last of them says that `log_file` has more.
     """
 
     def __init__(self, log_file: object) -> None:

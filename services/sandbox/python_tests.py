@@ -228,7 +228,9 @@ def _missing(function: _Function, fixtures: set[str]) -> list[str]:
 
 
 def _words(function: _Function) -> list[str]:
-    """Returns the words of a function's decorators, such as the names of `parametrize`."""
+    """Returns all identifiers in a function's decorators, among them the names that `parametrize`
+    sets.
+    """
     return re.findall(r"\w+", _decoration(function))
 
 

@@ -266,7 +266,9 @@ class Test:
             raise AssertionError("the program kept the test from checking anything")
 
     def _caught(self, error: BaseException | None) -> None:
-        """Ends the test when what it catches is a check of its own that has failed."""
+        """Ends the test when one of its `except` clauses is about to hide that a check of the test
+        failed.
+        """
         if isinstance(error, AssertionError) and _TEXT not in vars(error):
             self.end("error", f"AssertionError: {error}"[:200])
 
@@ -294,8 +296,8 @@ class Test:
         return self._request(request, result, may_stop=action == "next")
 
     def operate(self, action: str, *args: Any) -> Any:
-        """Returns the result of an operator; for plain values it is computed here. The program's
-        objects equal none.
+        """Returns the result of an operator: computed here for plain values, else in the program's
+        process. An object of the program never equals a value of the test.
         """
         plain = [_plain(arg) for arg in args]
         compares = action in ("eq", "ne")
@@ -317,7 +319,9 @@ class Test:
         return result
 
     def query(self, action: str, remote: Any, *args: Any) -> Any:
-        """Returns what the program's object says; a plain value is asked here."""
+        """Asks the program for a property of its object, such as its length; a plain value is asked
+        here.
+        """
         plain = _plain(remote)
         return self.do(action, remote, *args) if plain is _ABSENT else ACTIONS[action](plain, *args)
 

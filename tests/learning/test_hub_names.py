@@ -94,7 +94,7 @@ def test_published_and_saved_tensors_equal_those_of_the_files(
     policy = Policy(config, ranks)
     assert_equal(dict(policy.weights()), of_text(files))
     saved = tmp_path / "checkpoint"
-    policy.snapshots(alone=False)["."].write(saved)
+    policy.snapshots(gathered=False)["."].write(saved)
     written = [load_file(file) for file in saved.glob("*.safetensors")]
     assert_equal({name: tensor for tensors in written for name, tensor in tensors.items()}, files)
     assert torch.equal(logits(saved), logits(directory))

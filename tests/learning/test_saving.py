@@ -28,7 +28,7 @@ def test_a_large_model_is_saved_in_several_files(
     }
     config = Qwen2Config(vocab_size=100, tie_word_embeddings=tied, **sizes)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    saving.Snapshot.take(saving.Contents.of(model), None, Ranks(), alone=True).write(tmp_path)
+    saving.Snapshot.take(saving.Contents.of(model), None, Ranks(), gathered=True).write(tmp_path)
     files = sorted(tmp_path.glob("*.safetensors"))
     assert len(files) > 2
     assert all(file.stat().st_size < 25_000 for file in files)

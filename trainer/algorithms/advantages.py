@@ -66,7 +66,8 @@ def leave_one_out(rewards: Tensor) -> Tensor:
 def length_weighted(rewards: Tensor, lengths: Tensor) -> Tensor:
     """OPO (Hao et al. 2025, arXiv:2505.23585): A = r − Σ l·r / Σ l, with l the lengths.
 
-
+    The baseline with the least variance of the gradient, if the square of a completion's gradient
+    is proportional to its length.
 
     Args:
         rewards: [G, n]
@@ -168,26 +169,29 @@ def gae(
     return advantages, returns
 
 
-def here(values: Tensor) -> Tensor:
-    """Returns the sums themselves: all rows are on this rank."""
+def one_rank(values: Tensor) -> Tensor:
+    """Returns the sums over the ranks where there is only this one: the values themselves."""
     return values
 
 
-def whiten(values: Tensor, mask: Tensor, total: Callable[[Tensor], Tensor] = here) -> Tensor:
+def whiten(
+    values: Tensor, mask: Tensor, sum_over_ranks: Callable[[Tensor], Tensor] = one_rank
+) -> Tensor:
     """Returns (x − mean) / sqrt(var + 1e-8) where `mask` is 1, with the unbiased variance; 0
     elsewhere.
 
-    Takes and returns tensors of one shape; mean and variance are over all of `values` that count,
-    of all ranks, whose sums `total` returns.
+    Takes and returns tensors of one shape; mean and variance are over the values that count, of
+    all ranks.
     """
     kept = values[mask.bool()].double()
-    count, values_sum = total(torch.stack([torch.tensor(len(kept)).double(), kept.sum()])).tolist()
+    own = torch.stack([torch.tensor(len(kept)).double(), kept.sum()])
+    count, values_sum = sum_over_ranks(own).tolist()
     if not count:
         return torch.zeros_like(values)
     mean = values_sum / count
     scale = 1.0
     if count > 1:
-        squares = float(total((kept - mean).square().sum()))
+        squares = float(sum_over_ranks((kept - mean).square().sum()))
         scale = (squares / (count - 1) + 1e-8) ** -0.5
     return torch.where(mask.bool(), (values - mean) * scale, 0.0)
 

@@ -129,7 +129,7 @@ class Batch:
     pass_rates: list[float]
     """The share of right answers of each group (`_pass_rates`)."""
     owners: Indices | None = None
-    """[rows] the share that computes each row (`shared`); None: this process computes all."""
+    """[rows] the share that computes each row (`assign`); None: this process computes all."""
     own: list[int] = field(default_factory=list)
     """The rows that this rank computes."""
     old_logprobs: Column | None = None
@@ -212,7 +212,7 @@ class Batch:
         found = [row.teacher_logprobs for row in self.tokens.values()]
         return [row for row in found if row is not None] or None
 
-    def whole(self, column: Sequence[_T], ranks: Ranks) -> list[_T]:
+    def gathered(self, column: Sequence[_T], ranks: Ranks) -> list[_T]:
         """Returns a column of the batch with the rows of all ranks on rank 0, and with this rank's
         on the others. A collective.
         """
@@ -240,7 +240,9 @@ class Batch:
         return [slice(start, end) for start, end in zip([0, *ends], ends, strict=False)]
 
     def sizes(self, shared: bool) -> Sizes:
-        """Returns the sizes by which the batch is cut; `shared` is the layout's."""
+        """Returns the lengths by which the batch is divided into passes; `shared` says whether rows
+        of one prompt share its computation (`Layout.shared`).
+        """
         return Sizes(
             prompts=np.array([row.prompt_tokens for row in self.rows]),
             completions=np.array([row.completion_tokens for row in self.rows]),
@@ -251,8 +253,8 @@ class Batch:
         )
 
     def start_logprobs(self, rows: Iterable[int]) -> Float32:
-        """Returns the log-probabilities of some rows, one after the other, under the policy before
-        the update: the trainer's if computed, else the engine's.
+        """Returns the log-probabilities of some rows, concatenated, under the policy before the
+        update: the trainer's if they were computed, else the engine's.
         """
         old = self.old_logprobs
         return np.concatenate(
@@ -274,8 +276,8 @@ class Batch:
         assert self.advantages is not None
         # All rows at once: numpy takes longer for a call than for the tokens of a row.
         lengths = self.lengths
-        of_row = np.repeat(range(len(lengths)), lengths)
-        means = np.bincount(of_row, np.abs(np.concatenate(self.advantages))) / lengths
+        row_of_token = np.repeat(range(len(lengths)), lengths)
+        means = np.bincount(row_of_token, np.abs(np.concatenate(self.advantages))) / lengths
         return [means[part].tolist() for part in self.parts]
 
 
@@ -302,8 +304,8 @@ def _tokens(group: Group, completion: Completion, config: Config, url: str) -> R
     if config.trainer.routing_replay:
         if not len(group.prompt_routed_experts):
             raise _stored_without("trainer.routing_replay", True, group)
-        of_prompt = located(group.prompt_routed_experts, url)
-        experts = (of_prompt, located(completion.routed_experts, url))
+        prompt_experts = located(group.prompt_routed_experts, url)
+        experts = (prompt_experts, located(completion.routed_experts, url))
     if config.teacher.url and completion.teacher_logprobs is None:
         raise _stored_without("teacher.url", config.teacher.url, group)
     own_prompt = completion.prompt_ids  # of a sequence of an episode

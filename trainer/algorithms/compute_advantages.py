@@ -20,9 +20,9 @@ from trainer.algorithms.advantages import (
     WHITENED,
     gae,
     group_centred,
-    here,
     length_penalty,
     named_advantage,
+    one_rank,
     overlong_penalty,
     reward_normalised,
     whiten,
@@ -32,10 +32,13 @@ from trainer.algorithms.losses import kl_divergence
 
 
 def compute_advantages(
-    batch: Batch, config: Config, kl_coef: float, total: Callable[[Tensor], Tensor] = here
+    batch: Batch,
+    config: Config,
+    kl_coef: float,
+    sum_over_ranks: Callable[[Tensor], Tensor] = one_rank,
 ) -> tuple[Column, Column | None]:
     """Returns the advantages of this rank's rows and, with `gae`, the critic's targets; None
-    without a critic. A collective: `total` returns sums over the ranks.
+    without a critic. A collective.
 
         rewards [episodes] + penalties for length − KL in the reward ─► advantages [episodes]
             ─► of every token ─► whitened, with some ─► + the teacher's
@@ -57,36 +60,36 @@ def compute_advantages(
     turn_rewards = _turn_rewards(batch, config)
     shaping = _shaping(batch, config)  # for single completions only, as are a teacher's scores
     # All rows of an episode carry its reward. What its answers are credited with is added later.
-    of_outcomes = [0.0] * len(turn_rewards)
+    outcome_rewards = [0.0] * len(turn_rewards)
     for row in batch.rows:
-        of_outcomes[row.episode] = row.reward - sum(turn_rewards[row.episode])
-    rewards = torch.tensor(of_outcomes, dtype=torch.float32)
+        outcome_rewards[row.episode] = row.reward - sum(turn_rewards[row.episode])
+    rewards = torch.tensor(outcome_rewards, dtype=torch.float32)
     for penalty in shaping:
         rewards = rewards + penalty
 
     kl_penalties = _kl_penalties(batch, algorithm, kl_coef)
     returns: Tensor | None = None
     if algorithm.advantage == "gae":
-        of_rows = rewards[_episode_of_row(batch)]
-        advantages, returns = _gae(batch, of_rows[own], kl_penalties, algorithm)
+        row_rewards = rewards[_episode_of_row(batch)]
+        advantages, returns = _gae(batch, row_rewards[own], kl_penalties, algorithm)
     else:
         # Each episode has one reward, from which the penalties of all its tokens are taken.
         if kl_penalties is not None:
             sums = torch.zeros(len(batch.rows))
             sums[own] = torch.tensor([float(penalty.sum()) for penalty in kl_penalties])
-            rewards = rewards - _sum_by_episode(batch, total(sums))
+            rewards = rewards - _sum_by_episode(batch, sum_over_ranks(sums))
         if config.environment.turn_discount is not None:
-            advantages = _of_turns(batch, rewards, turn_rewards, config)
+            advantages = _turn_advantages(batch, rewards, turn_rewards, config)
         else:
-            of_episodes = _of_episodes(batch, config, rewards, shaping)
-            of_rows = of_episodes[_episode_of_row(batch)]
-            advantages = of_rows[own].repeat_interleave(own_lengths)
+            episode_advantages = _episode_advantages(batch, config, rewards, shaping)
+            row_advantages = episode_advantages[_episode_of_row(batch)]
+            advantages = row_advantages[own].repeat_interleave(own_lengths)
 
     if algorithm.advantage in WHITENED:
         # Rows outside the loss would move the mean of those that are trained on.
         rows_in_loss = torch.tensor([row.in_loss for row in batch.rows])
         in_loss = rows_in_loss[own].repeat_interleave(own_lengths)
-        advantages = whiten(advantages, in_loss, total)
+        advantages = whiten(advantages, in_loss, sum_over_ranks)
 
     if config.teacher.url and batch.own:
         policy = torch.from_numpy(batch.start_logprobs(batch.own))
@@ -99,15 +102,15 @@ def compute_advantages(
 
 
 def _flat(batch: Batch, column: Column) -> Float32:
-    """Returns what a column has for the tokens of this rank's rows, row after row."""
+    """Returns a column's values for the tokens of this rank's rows, concatenated."""
     return np.concatenate([np.zeros(0, np.float32), *(column[i] for i in batch.own)])
 
 
 def _column(batch: Batch, tokens: Tensor) -> Column:
     """Returns the column with these values for the tokens of this rank's rows."""
     found: Column = [np.zeros(0, np.float32)] * len(batch.rows)
-    of_rows = split(tokens.numpy(), [batch.rows[i].trained_tokens for i in batch.own])
-    for i, values in zip(batch.own, of_rows, strict=True):
+    rows = split(tokens.numpy(), [batch.rows[i].trained_tokens for i in batch.own])
+    for i, values in zip(batch.own, rows, strict=True):
         found[i] = values
     return found
 
@@ -140,7 +143,9 @@ def _turn_rewards(batch: Batch, config: Config) -> list[list[float]]:
     return rewards
 
 
-def _of_episodes(batch: Batch, config: Config, rewards: Tensor, shaping: list[Tensor]) -> Tensor:
+def _episode_advantages(
+    batch: Batch, config: Config, rewards: Tensor, shaping: list[Tensor]
+) -> Tensor:
     """Returns advantages [episodes] that compare the `rewards` [episodes] within each group."""
     algorithm = config.algorithm
     if algorithm.advantage == "reward_normalised":
@@ -160,7 +165,7 @@ def _of_episodes(batch: Batch, config: Config, rewards: Tensor, shaping: list[Te
     return advantages
 
 
-def _of_turns(
+def _turn_advantages(
     batch: Batch, rewards: Tensor, turn_rewards: list[list[float]], config: Config
 ) -> Tensor:
     """Returns advantages [tokens of this rank] when answers have rewards: `turn_rewards` by
@@ -201,13 +206,13 @@ def _of_turns(
     # The answers of an episode may be spread over several rows, in order.
     next_credit = [iter(credit.tolist()) for credit in credits]
     own_rows = set(batch.own)
-    of_tokens: list[Tensor] = [torch.zeros(0)]
+    token_advantages: list[Tensor] = [torch.zeros(0)]
     for i, row in enumerate(batch.rows):
         for token_count, _ in row.turns:
             credit = float(outcome[row.episode]) + next(next_credit[row.episode])
             if i in own_rows:
-                of_tokens.append(torch.full((token_count,), credit))
-    return torch.cat(of_tokens)
+                token_advantages.append(torch.full((token_count,), credit))
+    return torch.cat(token_advantages)
 
 
 def _shaping(batch: Batch, config: Config) -> list[Tensor]:

@@ -102,7 +102,7 @@ class Callbacks(Listener):
         with self._lock:
             self._rows += rows
 
-    def words(self, text: str) -> str:
+    def in_user_names(self, text: str) -> str:
         names = names_in(text, self.args.names())
         return f"{text} ({names})" if names else text
 

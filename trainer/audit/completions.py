@@ -90,7 +90,7 @@ class Completions:
         batch = self.recorded.batch(self.config)
         policy.assign(batch)
         scores = score_batch(policy.scorer, batch, self.config, self.ranks)
-        self._scores[policy.step] = batch.whole(scores, self.ranks)
+        self._scores[policy.step] = batch.gathered(scores, self.ranks)
         if self.why_not:
             return
         if not self.ranks.is_rank_zero:

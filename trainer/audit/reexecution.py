@@ -121,7 +121,9 @@ class StepReexecution:
                 self._add(outcome)
 
     def _played(self, history: WeightHistory, rows: Mapping[str, Prompt]) -> PlayedAgain:
-        """Returns the episodes of the step, played again unless the record is to do."""
+        """Plays the episodes of the step again; with `recorded_tools` they are taken from the
+        record instead.
+        """
         if self.recorded_tools:
             reason = "what the tools said is taken from the record"
             return PlayedAgain(StageOutcome("episodes", "not compared", reason))
@@ -204,8 +206,8 @@ class StepReexecution:
     def _verified(
         self, history: WeightHistory, begun: int, again: Reexecuted | None
     ) -> StageOutcome:
-        """Compares the weights that the models have now, which `again` made, if anything did. A
-        collective.
+        """Compares the models' present weights with the recorded ones; `again` is the re-executed
+        step that made them, None for weights from a checkpoint. A collective.
         """
         step = history.policy.step
         updates = step - begun

@@ -158,8 +158,8 @@ def evaluated(run_dir: Path, step: int | None) -> RecordedEvaluation | None:
 
 
 def plain_table(title: str, columns: Sequence[str]) -> Table:
-    """Returns a table whose first column is text. A run is a number in it: names can be longer than
-    a line, and such tables fit into 80 columns.
+    """Returns a table whose first column is text. Its cells name runs by number, since paths can be
+    longer than a line, and tables should fit into 80 columns.
     """
     table = Table(
         title=title, title_justify="left", box=SIMPLE, pad_edge=False, collapse_padding=True

@@ -198,7 +198,7 @@ class RunReader:
             shown_limits[f"update.{ALARMS[name].metric}"] = {
                 "alarm": name,
                 "value": limit,
-                "above": not ALARMS[name].is_least,
+                "above": not ALARMS[name].is_minimum,
             }
         return {
             "config": config or None,

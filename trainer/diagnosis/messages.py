@@ -66,7 +66,9 @@ def fault_of(line: LogLine) -> Fault:
 
 
 def _of_place(line: LogLine) -> Fault | None:
-    """Returns the row of an error that is another one at another place; None for other errors."""
+    """Returns the fault of an error whose meaning depends on where it happened, such as a full
+    disk; None for other errors.
+    """
     code = line.code
     fields = line.fields
     full = (

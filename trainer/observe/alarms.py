@@ -51,7 +51,7 @@ def alarms(
     for name, bound in limits(is_old=staleness > 0).items():
         row = ALARMS[name]
         measured = getattr(metrics, row.metric)
-        if measured < bound if row.is_least else measured > bound:
+        if measured < bound if row.is_minimum else measured > bound:
             raised[name] = row.text(
                 config, measured=measured, bound=bound, mismatch=mismatch, cause=cause
             )
@@ -60,7 +60,7 @@ def alarms(
     # prefers likely tokens and raises it.
     row = ALARMS["likelihood"]
     gap = metrics.likelihood_gap
-    chance = row.also["standard errors"] * metrics.likelihood_error
+    chance = row.further_limits["standard errors"] * metrics.likelihood_error
     is_likelier = gap > 0 and gap >= max(row.limit * metrics.entropy, chance)
     if is_likelier and metrics.trained_tokens and not config.sampling.truncation():
         raised["likelihood"] = row.text(config, gap=gap, entropy=metrics.entropy)
@@ -72,7 +72,7 @@ def _mismatch(metrics: "UpdateMetrics", config: Config, agreement: Agreement) ->
     delta = metrics.delta_logprob_current
     gap = metrics.logprob_gap
     before = agreement.delta
-    bounds = ALARMS["delta_logprob"].also
+    bounds = ALARMS["delta_logprob"].further_limits
     precision = f"model.dtype is {config.model.dtype}, look at rollout.engine_args"
     if agreement.step and delta >= bounds["jump"] * before:
         return (

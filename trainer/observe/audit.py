@@ -58,7 +58,7 @@ class Setup(msgspec.Struct, kw_only=True):
 
     @classmethod
     def here(cls, ranks: Ranks) -> "Setup":
-        """Returns that of this process."""
+        """Returns the setup of this process."""
         device = torch.cuda.get_device_name(ranks.device) if ranks.on_gpu else "cpu"
         return cls(
             packages={name: _version(name) for name in _PACKAGES} | {"rlhf-math": VERSION},
@@ -70,7 +70,7 @@ class Setup(msgspec.Struct, kw_only=True):
 
 
 class AuditedStart(msgspec.Struct, kw_only=True, tag_field="kind", tag="start"):
-    """An attempt that begins or continues a run."""
+    """The line of an attempt in `audit.jsonl`: it begins or continues a run."""
 
     step: int
     """The step that it continues after; 0 for a new run."""
@@ -87,7 +87,7 @@ class AuditedStart(msgspec.Struct, kw_only=True, tag_field="kind", tag="start"):
 
 
 class AuditedStep(msgspec.Struct, kw_only=True, tag_field="kind", tag="step"):
-    """A step that was trained."""
+    """The line of a trained step in `audit.jsonl`."""
 
     step: int
     run_id: str
@@ -161,7 +161,7 @@ def audited_step(
     config = policy.config
     groups = [item.group for item in batch.groups]
     columns = [
-        column and batch.whole(column, policy.ranks)
+        column and batch.gathered(column, policy.ranks)
         for column in (batch.ref_logprobs, batch.values)
     ]
     tensors: list[tuple[str, Tensor]] = []

@@ -284,9 +284,9 @@ class Notice:
     limit: float
     """The main threshold, in `unit`."""
     unit: str
-    also: Mapping[str, float] = field(default_factory=dict)
+    further_limits: Mapping[str, float] = field(default_factory=dict)
     """Further thresholds by what they bound."""
-    unless: Mapping[str, str] = field(default_factory=dict)
+    remedies_unless_set: Mapping[str, str] = field(default_factory=dict)
     """Further remedies by setting; left out where the setting is switched on already."""
     stage: str = ""
     """The stage whose share of the time the limit bounds."""
@@ -295,17 +295,21 @@ class Notice:
     metric: str = ""
     """The field of `UpdateMetrics` that the limit bounds. A row with none of these three is
     measured by a function of its own."""
-    is_least: bool = False
+    is_minimum: bool = False
     """Whether the metric must be above the limit, not below."""
 
     def limit_of(self, config: Config) -> float:
         """Returns the main limit; some rows have another one for runs with stale experience."""
-        return self.also.get(_STALE, self.limit) if config.trainer.max_staleness else self.limit
+        return (
+            self.further_limits.get(_STALE, self.limit)
+            if config.trainer.max_staleness
+            else self.limit
+        )
 
     def text(self, config: Config, **measured: Any) -> str:
         """Returns the sentence, or two: what is seen, and the remedy."""
         remedy = self.remedy
-        for setting, further in self.unless.items():
+        for setting, further in self.remedies_unless_set.items():
             section, _, name = setting.partition(".")
             if getattr(getattr(config, section), name) in (0, None, "none"):
                 remedy += further
@@ -344,7 +348,9 @@ _GROUPS = "{share:.0%} of the groups have equal rewards"
 
 
 def _equal(cause: str, remedy: str) -> Notice:
-    return Notice(f"{_GROUPS}{cause}{_EQUAL}", remedy, 0.75, "of the groups", unless=_MIXED)
+    return Notice(
+        f"{_GROUPS}{cause}{_EQUAL}", remedy, 0.75, "of the groups", remedies_unless_set=_MIXED
+    )
 
 
 def _same(remedy: str) -> Notice:
@@ -353,7 +359,7 @@ def _same(remedy: str) -> Notice:
         "a group has nothing to compare"
     )
     bounds = {"accuracy below": 0.8, "temperature that is nearly greedy": 0.5}
-    return Notice(seen, remedy, 0.75, "of the answers", also=bounds)
+    return Notice(seen, remedy, 0.75, "of the answers", further_limits=bounds)
 
 
 def _dropped(reason: str, remedy: str) -> Notice:
@@ -387,7 +393,7 @@ HINTS = {
         f"Lower {_RATE}: {_USUAL_RATES}; and start again from a checkpoint before that",
         0.5,
         "of the answers",
-        also={"steps in a row": 2, "lost share of the first result": 0.9},
+        further_limits={"steps in a row": 2, "lost share of the first result": 0.9},
     ),
     "policy_breaks, rate": Notice(
         f"{_RATE} is so large that one update changes every weight by more than half of its usual "
@@ -446,7 +452,7 @@ HINTS = {
         "Lower its weight, or give it only to right answers (reward.functions)",
         0.05,
         "lost accuracy",
-        also={"standard errors": 3, "rise of the reward": 0.02},
+        further_limits={"standard errors": 3, "rise of the reward": 0.02},
     ),
     "format": Notice(
         "in {share:.0%} of the completions the grader finds no answer, and the reward does not "
@@ -463,8 +469,8 @@ HINTS = {
         "Raise sampling.max_new_tokens{end_token}",
         0.25,
         "of the completions",
-        also={"accuracy below": 0.5, "share at which hardly any ends": 0.95},
-        unless={
+        further_limits={"accuracy below": 0.5, "share at which hardly any ends": 0.95},
+        remedies_unless_set={
             "algorithm.overlong_buffer": (
                 ", or make long answers cost something before the end (algorithm.overlong_buffer)"
             )
@@ -478,7 +484,7 @@ HINTS = {
         "(algorithm.aggregation {config.algorithm.aggregation})",
         0.4,
         "of the first tokens",
-        also={"rise of the accuracy": 0.02},
+        further_limits={"rise of the accuracy": 0.02},
     ),
     "policy_moves": Notice(
         "the policy moves too far: {seen}",
@@ -489,7 +495,7 @@ HINTS = {
         "(algorithm.kl_coef {config.algorithm.kl_coef:g})",
         0.5,
         "nats per token of KL to the reference",
-        also={
+        further_limits={
             "growth": 10,
             "KL that has grown": 0.05,
             "ratio off 1": 0.2,
@@ -517,7 +523,7 @@ HINTS = {
         f"algorithm.entropy_coef, or lower {_RATE}",
         0.2,
         "of the first entropy",
-        also={"accuracy below": 0.8},
+        further_limits={"accuracy below": 0.8},
     ),
     "generation_bound": _slow(
         "the trainer waits for completions for {share:.0%} of the time",
@@ -525,8 +531,8 @@ HINTS = {
         "(sampling.max_new_tokens), on a cluster more rollout nodes (num_nodes of rollout-server)",
         0.8,
         stage="generation",
-        also={_STALE: 0.5},
-        unless={
+        further_limits={_STALE: 0.5},
+        remedies_unless_set={
             "trainer.max_staleness": (
                 "; trainer.max_staleness 1 lets the next batch be generated during the update"
             )
@@ -538,8 +544,10 @@ HINTS = {
         "Update faster: more tokens at once (trainer.micro_batch_tokens) or trainer.compile; on a "
         "cluster more or larger trainer nodes (num_nodes of ppo-trainer), or fewer rollout nodes",
         0.9,
-        also={_STALE: 0.5, "share of the update": 0.5},
-        unless={"trainer.max_staleness": "; or run both at once (trainer.max_staleness 1)"},
+        further_limits={_STALE: 0.5, "share of the update": 0.5},
+        remedies_unless_set={
+            "trainer.max_staleness": "; or run both at once (trainer.max_staleness 1)"
+        },
     ),
     "half_full_passes": Notice(
         "the passes of the update are {fill:.0%} full, since {answers} of the longest answers and "
@@ -554,7 +562,7 @@ HINTS = {
         "the network between the nodes",
         0.35,
         stage="publish",
-        unless={
+        remedies_unless_set={
             "trainer.max_staleness": (
                 ", or trainer.max_staleness 1, which overlaps it with the next step"
             ),
@@ -638,7 +646,7 @@ ALARMS = {
         "mean |Δ logprob| on the same weights",
         # Differences from rounding have both signs, those from a filter have one. Wrong weights
         # make far larger differences than a filter, and they appear in one step: they do not grow.
-        also={"one-sided share": 0.5, "most that a filter leaves out": 1, "jump": 5},
+        further_limits={"one-sided share": 0.5, "most that a filter leaves out": 1, "jump": 5},
         metric="delta_logprob_current",
     ),
     # NeMo-RL calls 1e-3 between engine and trainer a problem; stale experience exceeds it.
@@ -647,7 +655,7 @@ ALARMS = {
         "Likely: {cause}",
         1e-3,
         "nats per token",
-        also={_OLD: 1e-2},
+        further_limits={_OLD: 1e-2},
         metric="kl_rollout",
     ),
     "effective_sample_size": Notice(
@@ -657,7 +665,7 @@ ALARMS = {
         0.5,
         "of the tokens",
         metric="effective_sample_size",
-        is_least=True,
+        is_minimum=True,
     ),
     "likelihood": Notice(
         "the sampled tokens are likelier than sampling from the policy makes them, by {gap:.2g} "
@@ -668,7 +676,7 @@ ALARMS = {
         # answer.
         0.15,
         "of the entropy",
-        also={"standard errors": 8},
+        further_limits={"standard errors": 8},
     ),
     "copied_answers": Notice(
         "{share:.0%} of the answers are the same as another one of their group, token "
@@ -711,7 +719,7 @@ def limits(*, is_old: bool) -> Numbers:
     policy sampled some of the experience.
     """
     return {
-        name: row.also.get(_OLD, row.limit) if is_old else row.limit
+        name: row.further_limits.get(_OLD, row.limit) if is_old else row.limit
         for name, row in ALARMS.items()
         if row.metric
     }

@@ -27,7 +27,7 @@ WINDOW = 10
 FIRST = 5
 """Number of first steps whose numbers are the baseline."""
 # Smallest rise of a mean that counts as one.
-_RISE = HINTS["reward_hacking"].also["rise of the reward"]
+_RISE = HINTS["reward_hacking"].further_limits["rise of the reward"]
 # The first row of each hint. Its limits hold for all cases but `policy_breaks, rate`, whose limit
 # `_policy_breaks` reads itself.
 _ROWS: dict[str, Notice] = {}
@@ -184,13 +184,15 @@ def _zero_variance_groups(steps: _Steps, row: Notice) -> _Measured:
 
 def _same_answers(steps: _Steps, row: Notice) -> _Measured:
     share = steps.mean("copies")
-    is_solved = (steps.accuracy or 0.0) >= row.also["accuracy below"]
+    is_solved = (steps.accuracy or 0.0) >= row.further_limits["accuracy below"]
     # Short answers are often copies; a group teaches as long as its rewards differ.
     teaches = steps.equal_share() < HINTS["zero_variance_groups, right"].limit
     if share < row.limit or is_solved or teaches:
         return None
     entropy = steps.mean("update.entropy", steps.trained)
-    is_cold = steps.config.sampling.temperature < row.also["temperature that is nearly greedy"]
+    is_cold = (
+        steps.config.sampling.temperature < row.further_limits["temperature that is nearly greedy"]
+    )
     return {
         "row": "same_answers, cold" if is_cold else "same_answers",
         "share": share,
@@ -210,7 +212,7 @@ def _reward_hacking(steps: _Steps, row: Notice) -> _Measured:
     reward_first = steps.mean("reward", steps.first)
     reward = steps.mean("reward")
     accuracy_first = steps.mean("accuracy", steps.first)
-    chance = row.also["standard errors"] * steps.error_since_first("accuracy")
+    chance = row.further_limits["standard errors"] * steps.error_since_first("accuracy")
     if steps.accuracy is None or reward - reward_first < _RISE:
         return None
     if accuracy_first - steps.accuracy < max(row.limit, chance):
@@ -240,9 +242,9 @@ def _format(steps: _Steps, row: Notice) -> _Measured:
 
 def _truncated(steps: _Steps, row: Notice) -> _Measured:
     share = steps.mean("truncated")
-    never_ends = share >= row.also["share at which hardly any ends"]
+    never_ends = share >= row.further_limits["share at which hardly any ends"]
     if steps.accuracy is not None:
-        is_harmless = steps.accuracy >= row.also["accuracy below"]
+        is_harmless = steps.accuracy >= row.further_limits["accuracy below"]
         why = f"accuracy is {steps.accuracy:.2f}: what is cut is hardly ever right"
     else:
         is_harmless = steps.rose("reward") and not never_ends
@@ -257,7 +259,7 @@ def _short_answers(steps: _Steps, row: Notice) -> _Measured:
     now = steps.mean("completion_tokens")
     # Accuracy is compared with the first steps, not within the last ones (`rose`): once answers
     # have become short and right, it rises no more.
-    least = steps.mean("accuracy", steps.first) + row.also["rise of the accuracy"]
+    least = steps.mean("accuracy", steps.first) + row.further_limits["rise of the accuracy"]
     learned = steps.accuracy is not None and steps.accuracy > least
     if now > row.limit * began or began == 0 or learned:
         return None
@@ -273,18 +275,21 @@ def _policy_moves(steps: _Steps, row: Notice) -> _Measured:
     seen = []
     if kl > row.limit:
         seen.append(f"KL to the reference is {kl:.3g} nats per token")
-    elif kl > row.also["KL that has grown"] and kl > row.also["growth"] * kl_first:
+    elif (
+        kl > row.further_limits["KL that has grown"]
+        and kl > row.further_limits["growth"] * kl_first
+    ):
         grown = f"KL to the reference rose from {kl_first:.3g} to {kl:.3g} nats per token"
         seen.append(f"{grown} in {WINDOW} steps")
-    if abs(ratio - 1) > row.also["ratio off 1"]:
+    if abs(ratio - 1) > row.further_limits["ratio off 1"]:
         seen.append(f"the probability ratio is {ratio:.2f} on average")
-    if clipped > row.also["share that is clipped"]:
+    if clipped > row.further_limits["share that is clipped"]:
         seen.append(f"{clipped:.0%} of the tokens are clipped")
     return {"seen": ", ".join(seen)} if seen else None
 
 
 def _policy_breaks(steps: _Steps, row: Notice) -> _Measured:
-    newest = steps.last[-int(row.also["steps in a row"]) :]
+    newest = steps.last[-int(row.further_limits["steps in a row"]) :]
     first = steps.first[:1]
     improves = steps.mean("reward", newest) > steps.mean("reward", first)
     if steps.config.optimizer.learning_rate > HINTS["policy_breaks, rate"].limit and not improves:
@@ -296,7 +301,7 @@ def _policy_breaks(steps: _Steps, row: Notice) -> _Measured:
     result_name = "reward" if steps.accuracy is None else "accuracy"
     result_first = steps.mean(result_name, first)
     result = steps.mean(result_name, newest)
-    lost = row.also["lost share of the first result"] * abs(result_first)
+    lost = row.further_limits["lost share of the first result"] * abs(result_first)
     if now - began < row.limit or result > result_first - lost:
         return None
     return {
@@ -330,7 +335,7 @@ def _entropy(steps: _Steps, row: Notice) -> _Measured:
         learns = steps.rose("reward")
         why = "the reward does not rise"
     else:
-        learns = steps.accuracy >= row.also["accuracy below"] or steps.rose("accuracy")
+        learns = steps.accuracy >= row.further_limits["accuracy below"] or steps.rose("accuracy")
         why = f"accuracy stays at {steps.accuracy:.2f}"
     if not steps.trained or now >= row.limit * began or learns:
         return None
@@ -342,7 +347,9 @@ def _rollout_idle(steps: _Steps, row: Notice) -> _Measured:
     idle = 1 - steps.mean("generating")
     # If the experience is younger than permitted, the engines do not wait for the update.
     is_as_old_as_allowed = steps.mean("staleness") > steps.config.trainer.max_staleness - 0.5
-    is_measured = "generating" in steps.last[0] and update >= row.also["share of the update"]
+    is_measured = (
+        "generating" in steps.last[0] and update >= row.further_limits["share of the update"]
+    )
     if not is_measured or idle <= row.limit_of(steps.config) or not is_as_old_as_allowed:
         return None
     return {"idle": idle, "update": update}

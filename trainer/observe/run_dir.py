@@ -73,7 +73,8 @@ class Recorder:
     steps without a line. `tracked` counts records for trackers; `run_id` names this attempt;
     `data` says where the prompts come from if not from `data.source`; `verdicts` whether the
     rewards are verdicts, None when the first answers decide; `files` are those with a line per
-    step; `words` gives settings in a hint or alarm the names that this user knows.
+    step; `in_user_names` adds to a hint or alarm what its settings are called in the user's
+    interface.
     """
 
     def __init__(
@@ -88,7 +89,7 @@ class Recorder:
         data: str = "",
         verdicts: bool | None = None,
         files: Sequence[str] = STEP_FILES,
-        words: Callable[[str], str] = lambda text: text,
+        in_user_names: Callable[[str], str] = lambda text: text,
     ) -> None:
         self.directory = directory
         self.console = console
@@ -110,7 +111,7 @@ class Recorder:
             "data": data or config.data.source,
         }
         append_line(directory / ATTEMPTS, attempt)
-        self._words = words
+        self._in_user_names = in_user_names
         self._progress: Progress | None = None
         self._total = 0
         self._warned: dict[str, int] = {}
@@ -122,7 +123,9 @@ class Recorder:
             for name, value in changed(before, known_settings(directory)).items()
         ]
         if changes:  # nothing else would show it
-            self.say(words(f"settings changed since the last attempt: {', '.join(changes)}"))
+            self.say(
+                in_user_names(f"settings changed since the last attempt: {', '.join(changes)}")
+            )
         for name, there in kept.items():
             self._tell_gap(name, sorted(set(range(1, step + 1)) - there))
         if step and config.evaluation.samples:
@@ -180,7 +183,7 @@ class Recorder:
         remember(self._history, record)
         found = {"alarm": record["alarms"], "hint": hints(self._history, self._config)}
         for kind, texts in found.items():
-            record[f"{kind}s"] = {name: self._words(text) for name, text in texts.items()}
+            record[f"{kind}s"] = {name: self._in_user_names(text) for name, text in texts.items()}
         self.measured(record, step_line(record, self._total), group)
         for kind in found:
             self._warn(kind, record["step"], record[f"{kind}s"])

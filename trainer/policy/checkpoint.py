@@ -89,14 +89,14 @@ class Checkpoints:
         self._ranks = ranks
         self._keep = keep
         self._static = static
-        self.alone = ranks.world_size > 1 and not _shared(self.directory, ranks)
-        """Whether rank 0 writes everything."""
-        if self.alone and ranks.is_rank_zero:
+        self.gathered = ranks.world_size > 1 and not _shared(self.directory, ranks)
+        """Whether rank 0 gathers and writes everything, as the others do not see the directory."""
+        if self.gathered and ranks.is_rank_zero:
             log.info(
                 "the other ranks cannot see %s: rank 0 gathers and writes the whole checkpoint",
                 self.directory,
             )
-        self._group = None if self.alone else ranks.group()
+        self._group = None if self.gathered else ranks.group()
         self._writing: Future[None] | None = None
 
     @staticmethod
@@ -113,12 +113,12 @@ class Checkpoints:
         """Starts to write `directory/step_000050` and returns its path. Waits for the previous
         checkpoint first.
 
-        Rank 0's `state` and `files`, by name, count, and every rank's `snapshots`, by folder.
+        `state` and `files` (by name) count on rank 0 only, `snapshots` (by folder) on every rank.
         Raises CheckpointFailed when the previous one failed.
         """
         self.wait()
         target = self.directory / self.name(state.step)
-        if not self.alone or self._ranks.is_rank_zero:
+        if not self.gathered or self._ranks.is_rank_zero:
             write = partial(self._write, target, state, snapshots, files=files)
             self._writing = in_daemon_thread(write, "checkpoint")
         return target

@@ -75,7 +75,7 @@ class ValueFunction:
         """Whether only the critic learns in the step after `step` steps (`critic.warmup_steps`)."""
         return False
 
-    def snapshots(self, alone: bool) -> dict[str, Snapshot]:
+    def snapshots(self, gathered: bool) -> dict[str, Snapshot]:
         """Returns the critic's part of a checkpoint, by folder. See `Snapshot.take`."""
         return {}
 
@@ -93,9 +93,10 @@ class Critic(ValueFunction):
         self._ranks = ranks
         self.step = 0
         saved = ranks.broadcast(saved)
-        decided = fitted(config, ranks, config.model.name)  # as the policy beside it
-        self._passes = decided.trainer
-        self.model = load_value_model(decided, ranks, saved)
+        # The same decisions about memory as for the policy beside it.
+        with_decisions = fitted(config, ranks, config.model.name)
+        self._pass_settings = with_decisions.trainer
+        self.model = load_value_model(with_decisions, ranks, saved)
         self.optimizer = Optimizer(self.model.module, config.optimizer, "critic.learning_rate")
         if saved is not None:
             self._restore(saved)
@@ -110,7 +111,7 @@ class Critic(ValueFunction):
             return score_shared(
                 batch.sizes(self.model.layout.shared),
                 self._ranks,
-                self._passes,
+                self._pass_settings,
                 score=lambda indices: self.model(self._rows(batch, indices)),
             )
 
@@ -149,9 +150,11 @@ class Critic(ValueFunction):
         """See `ValueFunction`."""
         return step < self._config.critic.warmup_steps
 
-    def snapshots(self, alone: bool) -> dict[str, Snapshot]:
+    def snapshots(self, gathered: bool) -> dict[str, Snapshot]:
         """Copies weights (as a Hugging Face model), optimiser and step."""
-        snapshot = Snapshot.take(Contents.of(self.model.module), self.optimizer, self._ranks, alone)
+        snapshot = Snapshot.take(
+            Contents.of(self.model.module), self.optimizer, self._ranks, gathered
+        )
         if self._ranks.is_rank_zero:
             snapshot.texts[_STATE] = json.dumps({"format": _FORMAT, "step": self.step})
         return {_FOLDER: snapshot}
@@ -169,7 +172,7 @@ class Critic(ValueFunction):
             self._ranks,
             sizes,
             rows=indices,
-            settings=self._passes,
+            settings=self._pass_settings,
         ):
             values = self.model(self._rows(batch, part))
             if not are_own:  # the other ranks have one more pass: join its collective calls
@@ -299,7 +302,7 @@ def _concatenated(arrays: Sequence[Float32], device: torch.device) -> Tensor:
 def _metrics(
     batch: Batch, own: Sequence[int], ranks: Ranks, sums: Tensor, *, norms: Sequence[float]
 ) -> CriticMetrics:
-    """Returns the metrics of an update on the rows `own` and those of the other ranks. A
+    """Returns the metrics of an update on all ranks' rows, of which `own` are this rank's. A
     collective.
     """
     assert batch.values is not None
@@ -312,9 +315,9 @@ def _metrics(
     count, old_sum, return_sum = ranks.sum_shares(own_sums).tolist()
 
     # 1 where the values predicted every return, 0 where a constant would have done as well.
-    of_returns = ((returns - return_sum / count) ** 2).sum()
-    of_errors = ((errors - (return_sum - old_sum) / count) ** 2).sum()
-    squares = torch.tensor([of_returns, of_errors], dtype=torch.float64)
+    return_squares = ((returns - return_sum / count) ** 2).sum()
+    error_squares = ((errors - (return_sum - old_sum) / count) ** 2).sum()
+    squares = torch.tensor([return_squares, error_squares], dtype=torch.float64)
     variance, unexplained = ranks.sum_shares(squares).tolist()
     explained = 1 - unexplained / variance if variance > 0 else 0.0
     applied = [norm for norm in norms if math.isfinite(norm)]

@@ -16,12 +16,12 @@ from common.settings.config import Config
 from learning.loading import samples
 from trainer.policy.scorer import cannot_load, load_tokenizer
 
-Facts = dict[str, list[str]]
+Identity = dict[str, list[str]]
 """For every setting, its value in messages and its value for comparison."""
 LearnsFrom = Literal["rewards", "answers"]
 _LEARNS_FROM = "learning from"
 _TOKENIZER = "tokenizer of model.name"
-"""Facts that are not settings."""
+"""Identity that are not settings."""
 _VOLATILE = ("transformers_version", "_name_or_path")
 """Entries of `config.json` that say nothing about the model."""
 _PROMPTS = (
@@ -40,7 +40,7 @@ _PROMPTS = (
 _PROBE = "Compute 12.5 + 30 = ?\n\n\tdef f(x): return x**2  # naïve café — 東京 🙂"
 
 
-def identity(config: Config, learns_from: LearnsFrom = "rewards") -> Facts:
+def identity(config: Config, learns_from: LearnsFrom = "rewards") -> Identity:
     """Returns the settings that all attempts of this run must share. Raises ConfigError for an
     unreadable model.
     """
@@ -82,7 +82,7 @@ def identity(config: Config, learns_from: LearnsFrom = "rewards") -> Facts:
     return facts
 
 
-def check_same(before: Facts, now: Facts, checkpoint: Path) -> None:
+def check_same(before: Identity, now: Identity, checkpoint: Path) -> None:
     """Raises ConfigError when the checkpoint belongs to another run."""
     for name in sorted(before.keys() & now.keys(), key=list(now).index):
         was, content_before = before[name]

@@ -16,7 +16,7 @@ from trainer.policy.policy import Policy, PolicyUpdate
 from trainer.policy.reference import Reference
 
 
-def shared_batch(groups: list[TrainingGroup], policy: Policy) -> Batch:
+def distributed_batch(groups: list[TrainingGroup], policy: Policy) -> Batch:
     """Returns the batch of rank 0's groups: what is known of all rows, and the tokens of this
     rank's. A collective.
     """
@@ -46,10 +46,11 @@ def shared_batch(groups: list[TrainingGroup], policy: Policy) -> Batch:
     return batch
 
 
-def fill(policy: Policy, reference: Reference, critic: ValueFunction, batch: Batch) -> None:
+def fill_columns(policy: Policy, reference: Reference, critic: ValueFunction, batch: Batch) -> None:
     """Fills the columns of `batch`: what an update needs besides its tokens. A collective."""
     config = policy.config
     ranks = policy.ranks
+    # Different for every step and rank; torch takes seeds below 2^63.
     seed = (policy.seed * 4096 + ranks.rank) % 2**63
     # Not `torch.manual_seed`, which keeps a traceback for every kind of GPU that is not there.
     torch.default_generator.manual_seed(seed)
@@ -75,19 +76,20 @@ def learn(
     such as dropout, is seeded here. Returns the metrics of policy and critic.
     """
     ranks = policy.ranks
-    fill(policy, reference, critic, batch)
+    fill_columns(policy, reference, critic, batch)
 
     critic_metrics = critic.update(batch, policy.seed)
     warming_up = critic.warming_up(policy.step)
     update = policy.skip_update() if warming_up else policy.update(batch)
 
-    assert batch.advantages is not None, "`fill` computes them"
-    before = batch.old_logprobs or update.logprobs or [None] * len(batch.rows)
-    # What rank 0 records of a row, in one message of every rank.
-    rows = batch.whole(list(zip(batch.advantages, before, strict=True)), ranks)
-    batch.advantages = [advantages for advantages, _ in rows]
+    # Rank 0 records all rows: every rank sends what it has of its own, in one message.
+    assert batch.advantages is not None, "`fill_columns` computes them"
+    logprobs = batch.old_logprobs or update.logprobs or [None] * len(batch.rows)
+    own = list(zip(batch.advantages, logprobs, strict=True))
+    recorded = batch.gathered(own, ranks)
+    batch.advantages = [advantages for advantages, _ in recorded]
     if batch.old_logprobs is not None:
-        batch.old_logprobs = [logprobs for _, logprobs in rows if logprobs is not None]
+        batch.old_logprobs = [logprobs for _, logprobs in recorded if logprobs is not None]
     elif update.logprobs is not None:
-        update = replace(update, logprobs=[logprobs for _, logprobs in rows])
+        update = replace(update, logprobs=[logprobs for _, logprobs in recorded])
     return update, critic_metrics

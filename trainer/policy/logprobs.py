@@ -136,7 +136,9 @@ class _Scoring:
         return logits
 
     def factor(self, by_logprob: Tensor) -> Tensor:
-        """Returns [N, 1] the gradient by p − onehot(y) of that by the log-probabilities [N]."""
+        """Returns [N, 1] what p − onehot(y) is multiplied by to get the gradient of the logits,
+        from the gradient [N] of the log-probabilities.
+        """
         return (-by_logprob / self.temperature)[:, None]
 
     def score(self, logits: Tensor, chunk: slice, statistics: Tensor, slope: Tensor | None) -> None:

@@ -288,8 +288,9 @@ def head_name(model: Any) -> str:
 
 
 def placing(model: Any) -> Callable[[str], str]:
-    """Returns a function of names in the model, whose results are those in the model of the files:
-    that is the one to which PEFT adds an adapter, even if only its language model is trained.
+    """Returns a function that converts a module's name in the trained model to its name in the
+    model of the files. They differ where only the language part of a multimodal model is trained:
+    PEFT adds an adapter to the whole model.
     """
     if not model.kept.has_more_than(model.config):
         return lambda name: name

@@ -76,7 +76,6 @@ class Policy:
     """
 
     def __init__(self, config: Config, ranks: Ranks, directory: Path | None = None) -> None:
-        self.config = config
         self.ranks = ranks
         self.step = 0
         """The number of batches that it was trained on, which is also the weight version. The loop
@@ -104,9 +103,10 @@ class Policy:
                 "one process on a CPU has nothing to offload",
             )
 
-        # The model that is trained, with its head: it computes log-probabilities.
+        # With `auto` decided for the memory of this GPU.
         self.config = fitted(config, ranks, config.model.name)
         self.scorer = load_policy(self.config, ranks, directory)
+        """The model with its head, which computes log-probabilities."""
         self.model = self.scorer.model
         self.model.train()
         self.optimizer = Optimizer(self.model, config.optimizer)
@@ -156,14 +156,14 @@ class Policy:
             policy.kl_coef = state.kl_coef
         return policy
 
-    def snapshots(self, alone: bool) -> dict[str, Snapshot]:
+    def snapshots(self, gathered: bool) -> dict[str, Snapshot]:
         """Returns the policy's part of a checkpoint, by folder (`Snapshot.take`). A collective."""
         has_adapter = self.config.lora.rank > 0
         if has_adapter:
             contents = adapter_contents(self.model)
         else:
             contents = Contents.of(self.model, self.model.kept)
-        return {".": Snapshot.take(contents, self.optimizer, self.ranks, alone)}
+        return {".": Snapshot.take(contents, self.optimizer, self.ranks, gathered)}
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yields the weights to publish, in the layout of the model's files and the engines'
@@ -215,8 +215,8 @@ class Policy:
 
     @property
     def seed(self) -> int:
-        """The seed of all randomness in the next update: another one for each `config.seed`, and
-        for each of the first million steps of a run.
+        """The seed of all randomness in the next update. It differs between runs with another
+        `config.seed`, and between the first million steps of a run.
         """
         return self.config.seed * 1_000_003 + self.step
 
@@ -443,9 +443,10 @@ class Policy:
         algorithm = self.config.algorithm
         scores = self._score(micro, entropy_gradient=algorithm.entropy_coef > 0)
 
-        # π_old, to which the ratio refers: the policy that sampled, as the engine computed it, or
-        # the trainer's own before this batch. The latter's first update takes its own pass: another
-        # (`logprobs`) may round differently in bfloat16, and the ratio would not be exactly 1.
+        # π_old, to which the ratio refers, is the policy that sampled, as the engine computed it,
+        # or the trainer's own policy before this batch. In the first update that is the policy of
+        # this pass: log-probabilities of an earlier pass (`logprobs`) may be rounded differently in
+        # bfloat16, and the ratio would not be exactly 1.
         if not self._ratio_to_own_logprobs:
             old_logprobs = micro.rollout_logprobs
         elif first:

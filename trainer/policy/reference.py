@@ -75,11 +75,13 @@ class Reference:
             for old, new in zip(old_tensors, new_tensors, strict=True):
                 local(old).copy_(local(new))
 
-    def snapshots(self, alone: bool) -> dict[str, Snapshot]:
+    def snapshots(self, gathered: bool) -> dict[str, Snapshot]:
         """Returns the reference's part of a checkpoint, by folder; empty unless it is refreshed. A
         collective.
         """
         if self.scorer is None or not self._config.algorithm.reference_refresh:
             return {}
-        snapshot = Snapshot.take(Contents.of(self.scorer.model), None, self._ranks, alone=alone)
+        snapshot = Snapshot.take(
+            Contents.of(self.scorer.model), None, self._ranks, gathered=gathered
+        )
         return {"reference": snapshot}

@@ -101,8 +101,8 @@ def load_model(config: ModelSection, path: str | Path | None = None) -> nn.Modul
 
 @contextmanager
 def own_adapter(source: str, model: Any) -> Iterator[str]:
-    """Yields a directory with the adapter in `source` for a model that may be only the language
-    model of the one that the adapter is for.
+    """Yields a directory with the adapter in `source`, its names changed to those of `model` if
+    `model` is only the language part of the model that the adapter was made for.
     """
     if not model.kept.has_more_than(model.config):
         yield source
@@ -205,8 +205,8 @@ def _checked(
     trained: bool,
     max_tokens: int | None,
 ) -> set[float]:
-    """Checks that the model computes a sequence as if alone, if need be in padded rows; returns its
-    rates of dropout.
+    """Checks that the model computes each sequence independently of the others in a pass, falls
+    back to padded rows if packed ones are not independent, and returns the model's dropout rates.
 
     A collective if the model is sharded. Raises ConfigError for a model that does not.
     """
@@ -247,7 +247,7 @@ def _checked(
 
 
 def _dropout_settings(model: Any, rates: Collection[float]) -> list[str]:
-    """Returns the model's settings of dropout with one of these rates, its adapter's among them."""
+    """Returns the settings of the model and of its adapter that give one of these dropout rates."""
     found: list[str] = []
     for name, value in model.config.get_text_config().to_dict().items():
         of_decoder = "drop" in name and not name.startswith(("summary_", "classifier_"))

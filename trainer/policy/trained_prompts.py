@@ -1,5 +1,6 @@
-"""Fingerprints of the prompts that a model was trained on, in a file beside its weights: an
-evaluation says which of its problems were trained on, and whether it prompts the model otherwise.
+"""Fingerprints of the prompts that a model was trained on, in a file beside its weights. With them
+an evaluation says which of its problems were trained on, and whether it words its prompts
+differently.
 
 A prompt takes 8 bytes, for a hash of its text and its ground truth.
 """

@@ -50,8 +50,8 @@ class UpdateMetrics:
     """Share of the tokens, for weights trainer / sampling policy; 1 on policy."""
     trained_tokens: int
     pass_fill: float
-    """Share of the passes that would do if answers could be cut: half as many when they are half
-    full."""
+    """How full the passes were: the fewest that have room for all their tokens, per pass that was
+    made. Below 1 because an answer is never cut."""
     updates: int
     """Optimiser updates that were applied."""
     skipped: int = 0
@@ -90,9 +90,11 @@ class Sums:
         return float(self.values[_NAMES.index(name)])
 
     def add_passes(self, tokens: Sequence[int], room: int) -> None:
-        """Adds passes of so many tokens each, which could have had `room`."""
+        """Adds passes of so many tokens each; each had room for `room` tokens."""
+        fewest = math.ceil(sum(tokens) / room)
         self.values[_NAMES.index("passes")] += len(tokens)
-        self.values[_NAMES.index("full_passes")] += min(len(tokens), -(-sum(tokens) // room))
+        # An answer that is longer than `room` has a pass of its own.
+        self.values[_NAMES.index("full_passes")] += min(len(tokens), fewest)
 
     def _add(self, columns: Mapping[str, Tensor]) -> None:
         for name, column in columns.items():

@@ -102,7 +102,7 @@ def _not_ours(group_id: str, problem: str) -> CollectFailed:
 
 
 def _weight(group: Group) -> int:
-    """Returns for how many groups of a call to the replay-buffer a group counts."""
+    """Returns how many groups of usual size a group counts as, for `_MAX_STORE`."""
     size = sum(each.logprobs.nbytes + each.routed_experts.nbytes for each in group.completions)
     return max(1, size * _MAX_STORE // _STORED_BYTES)
 
@@ -191,6 +191,8 @@ class Collector:
             while True:
                 await self._until(lambda: self._can_draw() or self._expected_slots > 0)
                 if not self._can_draw():
+                    # No slot is free yet: the prompts wait in `_ahead`. Nothing is drawn if enough
+                    # are there.
                     count = min(self._expected_slots, self._to_draw, _MAX_DRAW) - len(self._ahead)
                     self._expected_slots = 0
                     self._ahead += await self._draw_next(count)
@@ -212,8 +214,8 @@ class Collector:
         self._changed.set()
 
     def expect_slots(self, count: int) -> None:
-        """Has the prompts drawn of slots that will soon be free: while the engines take new
-        weights, not when they wait for work.
+        """Draws the prompts for `count` slots that will soon be free, so that the data-server
+        answers while the engines take new weights and not while they wait for requests.
         """
         self._expected_slots = count
         self._changed.set()
@@ -298,8 +300,9 @@ class Collector:
         return [None] * len(groups)
 
     def _stored_form(self, group: Group) -> Group:
-        """Returns a group without the experts of its tokens, unless it is to be reused: they are
-        its largest part, and nobody reads what is stored before.
+        """Returns the group as it is stored: without the experts of its tokens, its largest part,
+        unless groups are reused. A group's first use takes it from this process, not from the
+        buffer.
         """
         if self._config.replay.reuse_ratio > 0 or not len(group.prompt_routed_experts):
             return group
@@ -444,9 +447,9 @@ class Collector:
         return groups
 
     def _drop_stale(self, min_version: int) -> None:
-        """Drops the groups that are older than `min_version`: the replay-buffer evicts them. How
-        many it has evicted says less: a group that is still being stored follows later, and a late
-        copy of one that was trained on counts, too.
+        """Drops the groups that are older than `min_version`, which the replay-buffer evicts. The
+        buffer's own count of evictions would be wrong here: a group that is still being stored is
+        evicted later, and a late copy of a trained group is evicted too.
         """
         stale = [group for group in self._graded() if group.weight_version < min_version]
         self.drops.add(stale, "stale", f"its weights are older than version {min_version}")

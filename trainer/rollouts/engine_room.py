@@ -35,9 +35,9 @@ class EngineRoom:
 
     @asynccontextmanager
     async def enter(self, completions: int) -> AsyncIterator[None]:
-        """Waits until the engines have room for some of these completions, which are generated in
-        the block; the calls come in in their order. Does not wait for engines that do not say what
-        they do.
+        """Waits, first come, first served, until the engines have room for some of these
+        completions, which are generated inside the block. Does not wait for engines that do not
+        report their load.
         """
         sent = object()
         loop = asyncio.get_running_loop()

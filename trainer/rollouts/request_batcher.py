@@ -22,8 +22,9 @@ _BUSY_WAIT_S = 0.02
 
 
 class RequestBatcher(Generic[_T, _R]):
-    """Callable like `call` with one item; one call takes all items that come within 3 ms of the
-    first, or until the call before is answered, within 20 ms.
+    """Is called like `call`, but with one item, and combines items that arrive together into one
+    call: those that arrive within 3 ms of the first or, for up to 20 ms, until the previous call is
+    answered.
 
     Calls do not wait for a slow one. When a call with several items fails, each item is tried
     alone, so that only the faulty items fail. A service that did not answer by the deadline, or is

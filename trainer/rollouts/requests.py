@@ -8,7 +8,7 @@ from common.wire.schemas import Completion, FinishReason, Prompt, RewardItem
 
 
 class Asked(Protocol):
-    """A group of answers, with what it answers."""
+    """The problem that a group of answers belongs to."""
 
     prompt_id: str
     prompt: str

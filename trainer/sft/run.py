@@ -25,7 +25,7 @@ from learning.ranks import Ranks
 from services.data.sft_examples import Examples
 from trainer.observe.run_dir import Recorder, console, tell
 from trainer.policy.checkpoint import Checkpoints, RunState, tokenizer_files
-from trainer.policy.identity import Facts, identity
+from trainer.policy.identity import Identity, identity
 from trainer.policy.policy import Policy
 from trainer.policy.scorer import context_length, load_tokenizer, stop_token_ids
 from trainer.policy.trained_prompts import TRAINED_PROMPTS, TrainedPrompts, style_of
@@ -59,7 +59,7 @@ class _RankZero:
     batches: Batches
     trained: TrainedPrompts
     lock: RunLock
-    identity: Facts
+    identity: Identity
 
 
 @dataclass
@@ -281,7 +281,7 @@ class SftRun:
             identity=leader.identity if leader else {},
         )
         files = {TRAINED_PROMPTS: leader.trained.file()} if leader else {}
-        snapshots = self._policy.snapshots(self._checkpoints.alone)
+        snapshots = self._policy.snapshots(self._checkpoints.gathered)
         return self._checkpoints.save(state, snapshots, files)
 
     def _finish(self) -> Path:

@@ -266,7 +266,7 @@ def _add_sessions(calls: _Calls, server: TinkerServer) -> None:
 
     @calls.post("session_heartbeat")
     async def heartbeat(owner: str, body: requests.SessionBody) -> Any:
-        """The client is there. 410 for a session that is finished."""
+        """Notes that the client still runs. 410 for a session that is finished."""
         state.session(body.session_id, owner)
         return {"type": "session_heartbeat"}
 

@@ -90,7 +90,7 @@ def cispo(logprobs: Tensor, terms: Terms) -> Tensor:
 
 
 def dro(logprobs: Tensor, terms: Terms) -> Tensor:
-    """−(log p · A − β/2 · (log ρ)²)."""
+    """Direct reward optimisation: −(log p · A − β/2 · (log ρ)²)."""
     penalty = terms["beta"] / 2 * (logprobs - terms["logprobs"]) ** 2
     return penalty - logprobs * terms["advantages"]
 

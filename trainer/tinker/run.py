@@ -43,7 +43,7 @@ _IN_PROCESS = "http://in-process"
 
 
 def run(config: Config, topology: Topology, clients: Clients) -> None:
-    """Serves on rank 0, and computes what it says on the others, until the end."""
+    """Serves Tinker's API on rank 0 until the end; the other ranks compute what rank 0 asks for."""
     with started(config, topology, TINKER) as (ranks, lock):
         assert config.trainer.run_dir is not None, "`load` sets it"
         if lock is not None:

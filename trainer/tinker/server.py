@@ -63,8 +63,8 @@ class TinkerServer:
         most_runs: of a client.
         resident: the most runs in memory.
         seed: of adapters for which clients give none, with the number of the run in its session.
-        stable_reinforce: the loss in the place of that one, which needs no record of samples;
-        empty: it is refused.
+        stable_reinforce: the loss that is used in the place of Tinker's `stable_reinforce`, which
+            needs no record of samples; if empty, that is refused.
     """
 
     def __init__(  # noqa: PLR0913

@@ -70,9 +70,9 @@ class GpuLease:
             self.release()
 
     @contextmanager
-    def held(self) -> Iterator[None]:
-        """Holds the lease inside the block; the engines have it again after it if they had it
-        before. A collective call.
+    def borrowed(self) -> Iterator[None]:
+        """Holds the lease inside the block, and gives it back to the engines if they had it before;
+        their weights are the same. A collective call.
         """
         was_released = self._released
         self.acquire()

@@ -77,8 +77,9 @@ class Trace(NamedTuple):
 
 
 def high(facts: RunFacts, *, metric: str, bound: float, least: float = 0.0) -> Trace | None:
-    """A number is at least `bound` from a step on, in most of the steps that have it, which are a
-    share of at least `least`. An alarm is 1 in the steps that have it.
+    """Finds a number that stays at `bound` or above from some step on, in the median of the steps
+    that have it. At least a share of `least` of the steps since then must have it: an alarm, which
+    is 1 in the steps that raised it, is missing from the others.
     """
     since = list(itertools.dropwhile(lambda pair: pair[1] < bound, facts.series(metric)))
     values = [value for _, value in since]

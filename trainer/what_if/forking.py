@@ -294,6 +294,6 @@ def _save(
     )
     snapshots: dict[str, Any] = {}
     for model in (history.policy, history.reference, history.critic):
-        snapshots |= model.snapshots(checkpoints.alone)
+        snapshots |= model.snapshots(checkpoints.gathered)
     checkpoints.save(state, snapshots, {TRAINED_PROMPTS: trained.file()})
     checkpoints.wait()

@@ -17,7 +17,7 @@ from learning.device import reproducible_numbers
 from trainer.audit.history import models_after
 from trainer.audit.recorded import RecordedStep, config_of
 from trainer.observe.audit import AuditRecord
-from trainer.policy.learn import fill
+from trainer.policy.learn import fill_columns
 
 _TOKENS = 3
 
@@ -53,7 +53,7 @@ def step_gradient(run_dir: Path, step: int) -> tuple[float, list[GroupGradient]]
         watchdog.at(f"computing the gradient of step {step}, group by group")
         policy = history.policy
         batch = recorded.batch(config)
-        fill(policy, history.reference, history.critic, batch)
+        fill_columns(policy, history.reference, history.critic, batch)
         assert batch.advantages is not None
         advantages = batch.advantages
 

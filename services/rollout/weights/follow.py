@@ -230,7 +230,7 @@ class WeightFollower:
             self._changed()
 
     def _is_still_up(self, start: int) -> bool:
-        """Whether the engine of this start is running and healthy."""
+        """Whether the engine is healthy and was not restarted since its start number `start`."""
         return self._engine.up and self._engine.starts == start
 
     async def _adopt(self, manifest: WeightManifest) -> None:

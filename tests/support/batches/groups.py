@@ -169,8 +169,8 @@ def save(
 ) -> Path:
     """Saves a complete checkpoint of the policy and a refreshed `reference`. A collective call."""
     checkpoints = Checkpoints(directory, policy.ranks, keep, static=lambda: static)
-    parts = policy.snapshots(checkpoints.alone) | (
-        reference.snapshots(checkpoints.alone) if reference else {}
+    parts = policy.snapshots(checkpoints.gathered) | (
+        reference.snapshots(checkpoints.gathered) if reference else {}
     )
     same = identity(policy.config)
     path = checkpoints.save(

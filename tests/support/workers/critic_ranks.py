@@ -22,7 +22,7 @@ def main(directory: Path, settings: list[str]) -> None:
         critic = value_function(config, ranks, None)
         critic.update(make_batch(9), seed=0)
         saved = directory / "saved"
-        for folder, snapshot in critic.snapshots(alone=True).items():
+        for folder, snapshot in critic.snapshots(gathered=True).items():
             if ranks.is_rank_zero:
                 snapshot.write(saved / folder)
         # Only rank 0 has the checkpoint.

@@ -15,7 +15,7 @@ from common.wire.schemas import Group
 from learning.ranks import Ranks, end
 from trainer.algorithms.batch import Batch, TrainingGroup
 from trainer.policy.critic import CriticMetrics, value_function
-from trainer.policy.learn import learn, shared_batch
+from trainer.policy.learn import distributed_batch, learn
 from trainer.policy.policy import Policy, PolicyUpdate
 from trainer.policy.reference import Reference
 
@@ -48,7 +48,7 @@ def main(directory: Path, words: list[str]) -> None:
         if ranks.is_rank_zero:
             body = (directory / "groups.msgpack").read_bytes()
             groups = weighted(decode_groups(body))
-        batch = shared_batch(groups, policy)
+        batch = distributed_batch(groups, policy)
         tokens = list(batch.tokens)
         update, metrics = learn(policy, Reference(policy), critic, batch)
         told = {

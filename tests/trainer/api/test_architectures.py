@@ -79,7 +79,7 @@ def adapter_of(workplace: Path) -> str:
         policy = policy_of(workplace / "model", {"lora.rank": 2})
         policy.update(prepared(policy, off_policy_groups()))
         policy.model.eval()
-        policy.snapshots(alone=True)["."].write(workplace / "adapter")
+        policy.snapshots(gathered=True)["."].write(workplace / "adapter")
 
         engine = Model(workplace / "model", 256)
         engine.reserve(1)

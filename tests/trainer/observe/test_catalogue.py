@@ -81,10 +81,10 @@ def test_the_page_explains_a_hint_or_alarm_with_its_thresholds_and_settings(name
     about = [text for text in sections if heading in text.partition("\n")[0]]
     assert about
     main = f"{row.limit:.0%}" if row.unit.startswith("of ") else f"{row.limit:g}"
-    further = [f"; {bound}: {value:g}" for bound, value in row.also.items()]
+    further = [f"; {bound}: {value:g}" for bound, value in row.further_limits.items()]
     limits = f"{main} {row.unit}{''.join(further)}"
     assert all(limits in " ".join(text.split()) for text in about)
-    words = " ".join([row.seen, row.remedy, *row.unless.values()])
+    words = " ".join([row.seen, row.remedy, *row.remedies_unless_set.values()])
     for section, key in SETTING.findall(words):
         assert key in type(getattr(Config(), section)).model_fields
     named = {f"{section}.{key}" for section, key in SETTING.findall(row.remedy)}

@@ -145,7 +145,7 @@ def test_a_resumed_run_says_which_settings_have_changed(tmp_path: Path) -> None:
         from_mapping(second),
         console,
         step=3,
-        words=Callbacks(TrainerConfig(), tmp_path).words,
+        in_user_names=Callbacks(TrainerConfig(), tmp_path).in_user_names,
     )
     line = next(line for line in said.getvalue().splitlines() if "changed" in line)
     assert "learning_rate 0.0005 → 1e-06" in line
@@ -162,8 +162,10 @@ def test_a_hint_appears_once_and_in_the_words_of_the_python_api(
 ) -> None:
     """A script with handlers of its own would show every line twice."""
     said = io.StringIO()
-    words = Callbacks(TrainerConfig(), tmp_path).words
-    recorder = Recorder(tmp_path, Config(), Console(file=said, width=120), words=words)
+    in_user_names = Callbacks(TrainerConfig(), tmp_path).in_user_names
+    recorder = Recorder(
+        tmp_path, Config(), Console(file=said, width=120), in_user_names=in_user_names
+    )
     run(recorder, 12, 0.5)
     assert said.getvalue().count("hint: 50% of the completions are cut at") == 1
     assert "sampling.max_new_tokens is max_new_tokens here" in " ".join(said.getvalue().split())

@@ -39,7 +39,7 @@ def config(settings: list[str]) -> Config:
 
 
 def save(critic: Critic, directory: Path) -> None:
-    critic.snapshots(alone=True)["critic"].write(directory)
+    critic.snapshots(gathered=True)["critic"].write(directory)
 
 
 def parameters(critic: Critic) -> dict[str, torch.Tensor]:

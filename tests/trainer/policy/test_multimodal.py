@@ -146,7 +146,7 @@ def test_the_language_model_is_trained_and_the_rest_is_kept(
     policy.update(prepared(policy, off_policy_groups()))
     policy.model.eval()
     checkpoint = tmp_path / "checkpoint"
-    policy.snapshots(alone=True)["."].write(checkpoint)
+    policy.snapshots(gathered=True)["."].write(checkpoint)
     load_tokenizer(config.model).save_pretrained(checkpoint)
     assert_kept(before, checkpoint)
     assert (scores(policy) - reference_scores(reloaded(checkpoint))).abs().max() < 1e-5
@@ -158,7 +158,7 @@ def test_the_language_model_is_trained_and_the_rest_is_kept(
     resumed = Policy(config, Ranks(), checkpoint)
     resumed.model.eval()
     assert torch.equal(scores(resumed), scores(policy))
-    resumed.snapshots(alone=True)["."].write(tmp_path / "again")
+    resumed.snapshots(gathered=True)["."].write(tmp_path / "again")
     assert_kept(before, tmp_path / "again")
 
     out = export(checkpoint, tmp_path / "exported", "bfloat16")
@@ -202,7 +202,7 @@ def test_an_adapter_is_for_the_whole_model(kind: str, tmp_path: Path) -> None:
     config = settings(tmp_path / "model", lora__rank=4, lora__alpha=8.0)
     policy = trained(config)
     adapter = tmp_path / "adapter"
-    policy.snapshots(alone=True)["."].write(adapter)
+    policy.snapshots(gathered=True)["."].write(adapter)
     load_tokenizer(config.model).save_pretrained(adapter)
 
     from peft import PeftModel
@@ -230,7 +230,7 @@ def test_an_adapter_is_for_the_whole_model(kind: str, tmp_path: Path) -> None:
     resumed = Policy(config, Ranks(), adapter)
     resumed.model.eval()
     assert torch.equal(scores(resumed), scores(policy))
-    assert isinstance(resumed.snapshots(alone=True)["."], Snapshot)
+    assert isinstance(resumed.snapshots(gathered=True)["."], Snapshot)
 
 
 def test_heads_for_further_tokens_of_a_text_model_are_kept(tmp_path: Path) -> None:
@@ -246,7 +246,7 @@ def test_heads_for_further_tokens_of_a_text_model_are_kept(tmp_path: Path) -> No
 
     policy = trained(settings(tmp_path / "model"))
     assert dict(policy.weights()).keys() == own.keys()
-    policy.snapshots(alone=True)["."].write(tmp_path / "checkpoint")
+    policy.snapshots(gathered=True)["."].write(tmp_path / "checkpoint")
     kept = load_file(tmp_path / "checkpoint/kept.safetensors")
     assert kept.keys() == further.keys()
     assert all(torch.equal(kept[name], tensor) for name, tensor in further.items())

@@ -255,7 +255,7 @@ def test_an_incomplete_checkpoint_leaves_the_previous_one(
         assert (tmp_path / "step_000001.partial").is_dir()
     else:
         checkpoints = Checkpoints(tmp_path, Ranks(), 3, static=lambda: [tmp_path / "is not there"])
-        checkpoints.save(RunState(1, 7, "run", 0.0), policy.snapshots(alone=False))
+        checkpoints.save(RunState(1, 7, "run", 0.0), policy.snapshots(gathered=False))
         with raises(CheckpointFailed, field="trainer.run_dir"):
             checkpoints.wait()
     assert newest(tmp_path) == first
@@ -291,7 +291,7 @@ def test_a_checkpoint_holds_the_model_of_its_step(config: Config, tmp_path: Path
         return []
 
     checkpoints = Checkpoints(tmp_path, Ranks(), 3, static=static)
-    path = checkpoints.save(RunState(0, 0, "run", 0.0), policy.snapshots(alone=False))
+    path = checkpoints.save(RunState(0, 0, "run", 0.0), policy.snapshots(gathered=False))
     learned(policy, 1)
     assert newest(tmp_path) is None
     gate.set()

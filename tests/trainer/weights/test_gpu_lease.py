@@ -73,7 +73,7 @@ def test_engines_are_awake_only_while_everything_is_parked() -> None:
                 assert {"update", "publish"} <= clock.lap().keys()
                 gpu.wake()
             elif what == "held":
-                with gpu.lease.held():
+                with gpu.lease.borrowed():
                     assert (gpu.is_parked, gpu.is_awake) == (False, False)
                 assert (gpu.is_parked, gpu.is_awake) == (was_parked, was_awake)
             else:
@@ -90,7 +90,7 @@ def test_engines_are_awake_only_while_everything_is_parked() -> None:
 def test_a_trainer_with_gpus_of_its_own_never_parks() -> None:
     gpu = Gpu(shared=False)
     gpu.is_awake = True
-    with gpu.lease.held(), gpu.lease.training(StageClock()):
+    with gpu.lease.borrowed(), gpu.lease.training(StageClock()):
         assert not gpu.is_parked
     gpu.lease.release()
     assert (gpu.is_parked, gpu.is_awake) == (False, True)
