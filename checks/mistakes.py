@@ -126,7 +126,7 @@ MISTAKES = [
     Mistake(
         "a mistyped address",
         "trainer.evaluate_model --model htp://host/v1 --dataset tiny",
-        "--model|no address of a server|http://HOST:PORT/v1",
+        "--model|not the address of a server|http://HOST:PORT/v1",
     ),
     Mistake(
         "a column that is called otherwise",
@@ -281,7 +281,7 @@ MISTAKES = [
     Mistake(
         "a BERT",
         "trainer.train_math --model FOLDER/bert --dataset tiny",
-        "--model|no causal language model, but a BertForMaskedLM|writes text",
+        "--model|not a causal language model but a BertForMaskedLM|writes text",
     ),
     Mistake(
         "the report of a directory that is not there",

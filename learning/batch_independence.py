@@ -164,11 +164,11 @@ def _refusal(model: Any, training: bool, change: float, at_random: bool) -> Conf
         cause = ""
         when = f"{mode} when another one is computed beside it"
     return ConfigError(
-        f"{cause}a sequence of this model changes by {change:.2g} nats per token{when}, "
+        f"{cause}log-probabilities of a sequence change by {change:.2g} nats per token{when}, "
         "so samples and scores would not be those of one policy",
         field="model.name",
         value=model.config.name_or_path,
-        remedy="use a model that computes every sequence by itself",
+        remedy="use a model that computes each sequence independently of the others",
     )
 
 

@@ -60,7 +60,7 @@ def divide_experts(model: Any, mesh: DeviceMesh) -> list[nn.Module]:
     modules = expert_modules(model)
     if not modules:
         raise ConfigError(
-            f"{type(model).__name__} has no layers whose experts one module holds",
+            f"{type(model).__name__} has no layer that keeps all of its experts in one module",
             field=_SETTING,
             value=mesh.size(),
             remedy="set it to 1, or use a mixture of experts such as Qwen3-MoE, Mixtral, "

@@ -268,7 +268,7 @@ def layout_for(model: Any, packing: Packing, context: ContextGroup | None = None
 def not_together(reason: str, context: ContextGroup) -> ConfigError:
     """Returns the error for rows that several ranks cannot compute together, with the reason."""
     return ConfigError(
-        f"several ranks compute only attention over packed rows together, and {reason}",
+        f"context parallelism needs packed rows and attention in every layer, and {reason}",
         field="parallel.context_size",
         value=context.size,
         remedy="set it to 1, or trainer.packing to auto if it is off",

@@ -140,8 +140,8 @@ class Routers:
                 "experts computed it",
                 field=_FIELD,
                 value=True,
-                remedy="rollout.engine_args --moe-runner-backend triton, whose experts SGLang "
-                "records, or leave it out",
+                remedy="set rollout.engine_args --moe-runner-backend triton, with which SGLang "
+                "records them, or leave it out",
             )
 
     @contextmanager

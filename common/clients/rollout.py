@@ -337,7 +337,7 @@ def _answers(body: bytes) -> list[_Answer] | _Answer:
         return cast("list[_Answer] | _Answer", _ANSWERS.decode(body))
     except msgspec.DecodeError as error:
         raise GenerationFailed(
-            f"this is no answer of SGLang: {error}",
+            f"the answer is not in SGLang's format: {error}",
             field="/generate",
             value=body[:1000],
             remedy=OTHER_ENGINE,
@@ -355,8 +355,8 @@ def _routed_experts(meta: dict[str, Any], completion: Completion) -> UInt8:
             "the engine does not say which experts computed the tokens",
             field="return_routed_experts",
             value=sorted(meta),
-            remedy="rollout.router smg, which passes that field on; SGLang 0.5.21 or newer; or "
-            "leave trainer.routing_replay out",
+            remedy="set rollout.router smg, which passes that field on, and use SGLang 0.5.21 "
+            "or newer; or leave out trainer.routing_replay",
         )
     tokens = meta["prompt_tokens"] + len(completion.token_ids) - 1
     try:
@@ -378,8 +378,8 @@ def _routed_experts(meta: dict[str, Any], completion: Completion) -> UInt8:
             "the engine did not record the experts: it answers 0 for every token and layer",
             field="routed_experts",
             value=0,
-            remedy="rollout.engine_args --moe-runner-backend triton, whose experts are recorded, "
-            "or leave trainer.routing_replay out",
+            remedy="set rollout.engine_args --moe-runner-backend triton, with which SGLang records "
+            "them, or leave out trainer.routing_replay",
         )
     return numbers.astype("<u2").view(np.uint8)
 
@@ -433,9 +433,9 @@ def completion_from_answer(
                     "cannot be trained on",
                     field="return_sampling_mask",
                     value=sorted(answer.meta_info),
-                    remedy="SGLang 0.5.21 or newer, called directly or through smg, because "
-                    "sglang-router drops that field; "
-                    "or sampling.top_p 1, sampling.top_k unset and sampling.min_p 0",
+                    remedy="use SGLang 0.5.21 or newer, directly or behind smg, because "
+                    "sglang-router drops that field; or truncate nothing (sampling.top_p 1, "
+                    "no sampling.top_k, sampling.min_p 0)",
                 )
             lists = meta["output_token_sampling_mask"]
             kept_tokens = np.fromiter(chain.from_iterable(lists), np.int32)

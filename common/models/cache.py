@@ -76,7 +76,8 @@ class CacheShape:
         known = (*KNOWN, *_STATES, *_CONVOLUTIONS)
         if kind not in known:
             raise ConfigError(
-                "what an engine keeps of a sequence of this architecture cannot be estimated",
+                "the cache that an engine needs for a sequence of this architecture cannot be "
+                "estimated",
                 field="model_type",
                 value=kind,
                 remedy=f"the known architectures are {', '.join(known)}",

@@ -187,7 +187,7 @@ def check_causal(name: str, field: str = "model.name") -> None:
     architecture = next(iter(config.get("architectures") or [""]))
     if architecture.endswith(_NOT_CAUSAL) or config.get("is_encoder_decoder"):
         raise _not_found(
-            f"this is no causal language model, but a {architecture}",
+            f"this is not a causal language model but a {architecture}",
             field=field,
             name=name,
             remedy="name one that writes text from left to right, such as Qwen/Qwen3-0.6B,",

@@ -33,7 +33,7 @@ class CurrentRun:
         """
         if run_id and self._run and run_id != self._run:
             raise Conflict(
-                f"run {run_id} has ended here: run {self._run} has begun after it",
+                f"run {run_id} is over for this service: run {self._run} began after it",
                 code="superseded",
                 field="run_id",
                 value=run_id,

@@ -66,8 +66,8 @@ class PromptStyle:
             for name, value in needs_template.items():
                 if value:
                     raise ConfigError(
-                        "the model has no chat template, or data.prompt_template replaces it, "
-                        "which this setting needs",
+                        "this setting needs a chat template, and the model has none, or "
+                        "data.prompt_template replaces it",
                         field=name,
                         value=value,
                         remedy="leave it out and put the text into data.prompt_template, set "

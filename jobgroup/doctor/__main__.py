@@ -56,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if options.plan is None and (options.gpus or options.gpu_memory_gb):
             raise ConfigError(
-                "these are of a planned model",
+                "these options describe the machines for a planned model",
                 field="--gpus and --gpu-memory-gb",
                 remedy="give --plan too",
             )

@@ -205,7 +205,7 @@ def weight_bytes(model: str, content: Mapping[str, Any], config: Config) -> int:
     found = hub.stored_bytes(model)
     if not found:
         raise ConfigError(
-            "the weights of this architecture can only be counted in its files, and there are none",
+            "the size of this architecture is known only from its weight files, and there are none",
             field="model.name",
             value=model,
             remedy="name a directory with *.safetensors, or a model that the hub has",

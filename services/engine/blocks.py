@@ -135,8 +135,8 @@ class BlockPasses:
             unequal |= bool((found[:count] != own).any() | (found[count:] != others).any())
         if unequal:
             raise ConfigError(
-                "this model, on this machine, computes a token differently beside other tokens, so "
-                "that no run with it is reproducible",
+                "on this machine, what this model computes for a token depends on the tokens "
+                "beside it, so that no run with it is reproducible",
                 remedy="set reproducible false, or use another model",
             )
 

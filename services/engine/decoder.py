@@ -180,8 +180,8 @@ class Decoder:
             change = max(change, float(difference.abs().mean().nan_to_num(nan=0.0)))
         if change > rounding(self._low_precision):
             raise ConfigError(
-                "it does not keep all that it has read in transformers' cache: token by token it "
-                f"computes log-probabilities that differ by {change:.2g} nats",
+                "it keeps some of what it has read outside of transformers' cache: token by token, "
+                f"its log-probabilities differ by {change:.2g} nats",
                 remedy=SGLANG,
             )
 

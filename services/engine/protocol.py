@@ -182,7 +182,7 @@ class GenerateBody(BaseModel):
             )
         if self.top_logprobs_num or self.token_ids_logprob:
             raise BadRequest(
-                "other tokens are scored in prompts only",
+                "log-probabilities of other tokens are only available in prompts",
                 field="top_logprobs_num" if self.top_logprobs_num else "token_ids_logprob",
                 value=self.top_logprobs_num or self.token_ids_logprob,
                 remedy="score prompt and answer, with logprob_start_len and max_new_tokens 0",

@@ -315,7 +315,7 @@ class Scheduler:
             )
         if "weights" in kinds and self.adapters.paths():
             raise RequestRefused(
-                "adapters belong to these weights",
+                "loaded adapters depend on these weights",
                 field="tags",
                 value="weights",
                 remedy="unload the adapters, or leave weights out",

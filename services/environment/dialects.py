@@ -68,7 +68,7 @@ def read_call(body: Any, dialect: Dialect, before: Chat = _NO_CHAT) -> Call:
     """
     if not isinstance(body, dict):
         raise InvalidInput(
-            "the body must be a mapping",
+            "the body must be a JSON object",
             field="body",
             value=body,
             remedy=f'send {{"{dialect.field}": …}}',
@@ -361,7 +361,7 @@ def _read_messages(body: Json) -> Any:
         where = f"messages[{i}]"
         if not isinstance(message, dict):
             raise InvalidInput(
-                "a message must be a mapping with role and content",
+                "a message must be an object with role and content",
                 field=where,
                 value=message,
                 remedy='send {"role": "user", "content": text}',

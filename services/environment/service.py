@@ -174,7 +174,7 @@ class EpisodeService:
             if caller is None or caller.cancelling() or not known.task.cancelled():
                 raise  # the caller left
             raise NotReady(
-                "the episodes were ended: the request was deleted, or the server is ending",
+                "the episodes were ended: the request was deleted, or the server is stopping",
                 field="request_id",
                 value=request.request_id,
                 remedy="try again later",

@@ -172,7 +172,7 @@ class Admission:
                     raise
                 task.uncancel()
                 refusal = NotReady(
-                    "the service is ending",
+                    "the service is stopping",
                     remedy="try again, as the service may return, or ask another one",
                 )
             finally:

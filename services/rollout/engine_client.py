@@ -199,7 +199,7 @@ def engine_libraries(config: Config) -> EngineLibraries | None:
     except (subprocess.SubprocessError, OSError, ValueError) as error:
         said = getattr(error, "stderr", "") or str(error)
         raise ConfigError(
-            "this Python names no NCCL, over which weights are sent: "
+            "this Python reports no version of NCCL, which sends the weights: "
             + shorten(str(said).strip().rpartition("\n")[2]),
             field="rollout.engine_python",
             value=python,

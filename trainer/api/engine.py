@@ -18,7 +18,7 @@ def choose_engine(engine: str | Sequence[str], config: TrainerConfig) -> str | l
             setting = f"rollout.{name}"
             if setting in config.settings:
                 raise ConfigError(
-                    "this setting needs an SGLang that the trainer starts",
+                    "this setting applies only to an SGLang server that the trainer itself starts",
                     field="settings",
                     value={setting: config.settings[setting]},
                     remedy="leave it out, or give engine='sglang'",

@@ -132,7 +132,8 @@ def optimizer_settings(optimizers: Any) -> Json:
     optimizer, scheduler = optimizers or (None, None)
     if scheduler is not None:
         raise ConfigError(
-            "the learning rate is a function of the step, so that a resumed run has the same rates",
+            "a scheduler cannot be given: the learning rate is a function of the step, so that a "
+            "resumed run has the same rates",
             field="optimizers",
             value=type(scheduler).__name__,
             remedy="set lr_scheduler_type and warmup_steps instead",
@@ -200,8 +201,8 @@ def lora_settings(config: Any, model: Any) -> Json:
             refused[field.name] = shorten(value)
     if refused:
         raise ConfigError(
-            "an adapter of this trainer is two matrices beside each linear layer of a causal "
-            "language model, the second of them 0 at first",
+            "this is not supported: an adapter of this trainer is two matrices beside each "
+            "linear layer of a causal language model, the second of them 0 at first",
             field=", ".join(f"peft_config.{name}" for name in refused),
             value=", ".join(refused.values()),
             remedy="leave it out",
@@ -231,7 +232,7 @@ def _targets(targets: Any, model: Any) -> list[str]:
         targets = _last_parts(set(targets), model)
     if targets is None or isinstance(targets, str):
         raise ConfigError(
-            "only their names can choose the layers, and PEFT knows none for this model",
+            "layers are chosen by their names, and PEFT has no default names for this model",
             field="peft_config.target_modules",
             value=targets,
             remedy="name the layers in a list, such as ['q_proj', 'v_proj'], or all-linear",

@@ -291,7 +291,8 @@ class OnlineRLTrainer:
         self._config_now = self.config.changed(**changes)
         if self.config.output_dir not in (None, self.output_dir):
             raise ConfigError(
-                f"this trainer writes to {self.output_dir}",
+                "the output directory cannot change any more: this trainer writes to "
+                f"{self.output_dir}",
                 field="output_dir",
                 value=str(self.config.output_dir),
                 remedy="set it before the trainer is made",
@@ -464,7 +465,7 @@ class OnlineRLTrainer:
             )
         if (target / "trainer_state.json").exists():
             raise ConfigError(
-                "this is a checkpoint, which no run could continue from any more",
+                "this directory is a checkpoint, and no run could continue from it any more",
                 field="path",
                 value=str(target),
                 remedy="name another directory",
@@ -644,7 +645,7 @@ def _check_alone() -> None:
     processes = os.environ.get("WORLD_SIZE", "1")
     if processes != "1":
         raise ConfigError(
-            "this trainer is one process, and would write every file as often as there are",
+            "this trainer runs in one process: several would each write the same files",
             field="WORLD_SIZE",
             value=processes,
             remedy="start the script with python, without torchrun or accelerate launch; to train "

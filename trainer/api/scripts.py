@@ -203,7 +203,10 @@ def _given(words: Sequence[str]) -> Json:
             given[name].append(read_yaml(word))
         else:
             raise ConfigError(
-                "this is no argument", field="arguments", value=word, remedy="write --name value"
+                "this is not an argument",
+                field="arguments",
+                value=word,
+                remedy="write --name value",
             )
 
     values = {name: _value(words_of) for name, words_of in given.items()}

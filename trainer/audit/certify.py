@@ -110,7 +110,7 @@ def _executed(run_dir: Path, step: int, more: Sequence[str]) -> ExecutedStep:
         subprocess.run([sys.executable, "-m", "trainer.audit", *words], check=False)
         if not path.exists():
             raise ConfigError(
-                f"step {step} cannot be executed again, for the reason above",
+                f"step {step} cannot be re-executed, for the reason above",
                 field="RUN_DIR",
                 value=str(run_dir),
                 remedy="restore what is missing; a run of which a drawn step is lost has no proof",
@@ -145,7 +145,7 @@ def check_certificate(path: Path, weights: Path) -> int:
         certificate = msgspec.json.decode(path.read_bytes(), type=Certificate)
     except (OSError, msgspec.MsgspecError) as error:
         raise ConfigError(
-            f"this is no certificate: {error}",
+            f"this is not a certificate: {error}",
             field="--check",
             value=str(path),
             remedy="name a file that rlhf audit --certify wrote",

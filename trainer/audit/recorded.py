@@ -37,8 +37,7 @@ class RecordedStep:
         at = first_difference(line.groups, ids)
         if at is not None:
             raise ConfigError(
-                f"the groups of step {step} are others, or in another order, than the audit "
-                "record says",
+                f"the groups of step {step} are not those of the audit record, or not in its order",
                 field=f"groups/step_{step:06d}.zip",
                 value=(ids[at:] or [f"{len(ids)} groups instead of {len(line.groups)}"])[0],
                 remedy="restore that file and audit.jsonl from one copy of the run directory",

@@ -215,7 +215,7 @@ def _check_models(arguments: Namespace) -> None:
             _check_server(flag, model)
         elif "://" in model:
             raise ConfigError(
-                "this is no address of a server",
+                "this is not the address of a server",
                 field=flag,
                 value=model,
                 remedy="write http://HOST:PORT/v1 or https://HOST:PORT/v1, or name a directory",

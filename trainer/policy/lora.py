@@ -178,8 +178,8 @@ def _adapted_layers(config: Config, model: Any) -> dict[str, list[str]]:
     unknown = sorted(set(lora.target_modules) - set(linear))
     if unknown:
         raise ConfigError(
-            f"the model has no linear layer {unknown[0]}, but for routed experts and routers, "
-            "which get no adapter",
+            f"no linear layer {unknown[0]} can have an adapter: outside of routed experts and "
+            "routers the model has none",
             field="lora.target_modules",
             value=lora.target_modules,
             remedy=f"use some of {', '.join(sorted(linear))}, or leave the setting empty for all",

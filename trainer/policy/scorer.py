@@ -228,7 +228,7 @@ def _checked(
         if isinstance(error, torch.OutOfMemoryError | dist.DistError):
             raise
         raise ConfigError(
-            f"the code of this model does not compute a made-up sequence: {error}",
+            f"the model's own code failed on a made-up sequence: {error}",
             field="model.name",
             value=scorer.model.config.name_or_path,
             remedy="use another model",
@@ -332,7 +332,7 @@ def stop_token_ids(model: Any, tokenizer: Any, further: Sequence[int] = ()) -> l
     unknown = [token for token in further if token >= vocabulary]
     if unknown:
         raise ConfigError(
-            f"the model's vocabulary has {vocabulary} tokens",
+            f"the id is not in the model's vocabulary of {vocabulary} tokens",
             field="sampling.stop_token_ids",
             value=unknown[0],
             remedy="give ids of its tokens",

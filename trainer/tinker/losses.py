@@ -173,7 +173,9 @@ def check_data(data: Sequence[Datum], loss: Loss, *, vocabulary: int, longest: i
         longest: number of tokens that the model can read; None for any.
     """
     if not data:
-        raise InvalidInput("there are none", field="data", value=[], remedy="send at least one")
+        raise InvalidInput(
+            "the request has no data", field="data", value=[], remedy="send at least one"
+        )
     for number, datum in enumerate(data):
         problems = chain(
             _sequence_problems(datum, loss, vocabulary, longest or sys.maxsize),

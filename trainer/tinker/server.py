@@ -47,7 +47,7 @@ _CLONE = 1_000_000_000
 def too_many(waiting: int, field: str, value: object) -> Overloaded:
     """Returns the error for a request of a client that has many; the SDK sends it again later."""
     return Overloaded(
-        f"{waiting} requests wait",
+        f"{waiting} requests of this client wait already",
         field=field,
         value=value,
         remedy="wait for answers before you send more",
@@ -177,10 +177,12 @@ class TinkerServer:
         if known is not None:
             if known.path != body.model_path:
                 raise InvalidInput(
-                    "the sampler with this number has other weights, which never change",
+                    "there is a sampler with this number and other weights, and the weights of "
+                    "a sampler never change",
                     field="sampling_session_seq_id",
                     value=body.sampling_session_seq_id,
-                    remedy="count the samplers of a session; send a request again unchanged",
+                    remedy="give every sampler of a session a new number, and send a repeated "
+                    "request unchanged",
                 )
             return known
         if body.model_path is None:

@@ -320,7 +320,7 @@ class Training:
         path = f"tinker://{run.id}/{kind}/{name}"
         if self._state.get(Checkpoint, path) and not getattr(body, "overwrite", False):
             raise Conflict(
-                "there are weights of this name",
+                "weights with this name exist already",
                 field="path",
                 value=path,
                 remedy="use another name, delete them, or save_state(…, overwrite=True)",

@@ -81,7 +81,7 @@ def prepared(
         name, example = _DESCRIBED_BY[part]
         if name not in changes and not (part == "prompts" and problems):
             raise ConfigError(
-                f"a program gave the run its {part}, and no setting says which",
+                f"the {part} of this run came from a program, and no setting describes them",
                 field=f"--set {name}",
                 remedy=f"describe them, as in --set {name}={example}",
             )

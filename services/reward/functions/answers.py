@@ -178,7 +178,7 @@ class MathRewardFunction(DetailedRewardFunction):
         for gold in golds:
             if isinstance(gold, list | tuple) and len(gold) != 1:
                 raise InvalidInput(
-                    "the ground truth is a list, but not of one answer",
+                    "the ground truth is a list, but not a list of exactly one answer",
                     field="ground_truth",
                     value=gold,
                     remedy="give one text, such as '1, 2' for two values",

@@ -29,6 +29,7 @@ from services.engine.jobs import GenerationJob, SamplingParams
 from services.engine.model import Model
 from services.rollout.engine_client import EngineClient
 from tests.support.engines.engines import write_model
+from tests.support.errors import raises
 
 LIMIT_S = 400
 EXPERTS = {
@@ -115,7 +116,7 @@ def test_a_model_without_a_kv_cache_is_refused(model_dir: Path, tmp_path: Path) 
     module = RwkvForCausalLM(
         RwkvConfig(hidden_size=32, attention_hidden_size=32, num_hidden_layers=2, vocab_size=300)
     )
-    with pytest.raises(UnfitModel, match="it does not keep all that it has read"):
+    with raises(UnfitModel, code="unfit_model", value="rwkv"):
         Engine(Model(written(module, model_dir, tmp_path), 256))
 
 

@@ -103,7 +103,7 @@ async def test_only_the_cache_sleeps_where_adapters_are_served(
         "/load_lora_adapter", json={"lora_name": "a", "lora_path": str(tmp_path / "a")}
     )
     _, model = _held(engine)
-    with pytest.raises(LoadFailed, match="adapters belong to these weights"):
+    with pytest.raises(LoadFailed, match="adapters depend on these weights"):
         await client.sleep(["kv_cache", "weights"], LIMIT_S)
     await client.sleep(["kv_cache"], LIMIT_S)
     assert _held(engine) == (0, model)

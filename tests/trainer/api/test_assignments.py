@@ -161,7 +161,7 @@ REFUSED: dict[str, tuple[Any, str, str]] = {
     "train_dataset  ": (None, "required", "train_dataset"),
     "reward_funcs": (7, "not a reward", "reward_fn"),
     "args.reward_weights": ([1.0, 2.0], "there are 1 reward functions", "reward_weights"),
-    "args.output_dir": (Path("other"), "this trainer writes to", "output_dir"),
+    "args.output_dir": (Path("other"), "value: other", "output_dir"),
     "args.num_generations": (5, "not a multiple of num_gen", "per_device_train_batch_size"),
     "args.eval_strategy": ("steps", "nothing to evaluate on", "eval_strategy"),
 }

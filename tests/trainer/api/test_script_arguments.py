@@ -44,7 +44,7 @@ def test_arguments_override_those_of_the_file(tmp_path: Path) -> None:
         (["--load_in_4bit"], "trained are float32.*field: load_in_4bit"),
         (["--lora_r", "many"], "field: --lora_r.*value: many"),
         (["--repetition_penalty", "1.5"], "field: repetition_penalty"),
-        (["7"], "this is no argument"),
+        (["7"], "field: arguments.*value: 7"),
         (["--lora_r", "x", "--beta", "y", "--lora_x", "1"], "3 arguments are wrong"),
     ],
 )

@@ -85,7 +85,7 @@ MISTAKES = [
     (
         "train_math",
         "--dataset tiny --model FOLDER/bert",
-        "--model|no causal language model, but a BertForMaskedLM|writes text from left to right",
+        "--model|not a causal language model but a BertForMaskedLM|writes text from left to right",
     ),
     (
         "evaluate_model",
@@ -105,7 +105,7 @@ MISTAKES = [
     (
         "evaluate_model",
         "--dataset tiny --model htp://host/v1",
-        "--model|this is no address of a server|http://HOST:PORT/v1",
+        "--model|this is not the address of a server|http://HOST:PORT/v1",
     ),
     (
         "evaluate_model",

@@ -294,7 +294,7 @@ def test_a_token_travels_once_to_every_rank_that_owns_one_of_its_experts(tmp_pat
 @pytest.mark.slow
 def test_models_without_divisible_experts_are_refused(policy_dir: Path, tmp_path: Path) -> None:
     dense = {"refused": {"settings": arguments(policy_dir, expert_size=2)}}
-    with pytest.raises(RuntimeError, match=r"no layers whose experts.*expert_size"):
+    with pytest.raises(RuntimeError, match=r"no layer that keeps all.*expert_size"):
         run_cases(2, tmp_path, dense)
     three = written(tmp_path, num_experts=3)
     odd = {"refused": {"settings": arguments(three, expert_size=2)}}
