@@ -1,5 +1,5 @@
-"""A sequence is computed as if alone: LongRoPE gets one set of factors, and other dependence on the
-batch is found.
+"""Each sequence is computed independently of the others in its batch: LongRoPE gets one set of
+factors, and any other dependence on the batch is found.
 
 Transformers chooses the factors of LongRoPE once per pass, by the longest sequence in it. An engine
 could not even sample from a policy that chooses them for each sequence: the keys in its cache have

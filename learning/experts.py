@@ -51,8 +51,8 @@ def _holds_experts(module: nn.Module) -> bool:
 
 
 def divide_experts(model: Any, mesh: DeviceMesh) -> list[nn.Module]:
-    """Divides the experts of every layer among the ranks of `mesh` [ranks]; returns their modules,
-    which from now on hold and compute this rank's.
+    """Divides the experts of every layer among the ranks of `mesh` [ranks]. Returns the modules of
+    experts; each now holds and computes only this rank's experts.
 
     The parameters, on the meta device, become DTensors. Raises ConfigError for a model without such
     modules, and when the experts cannot be divided.

@@ -207,7 +207,7 @@ class Run:
         self.listener.on_event(self, "log", logs=record)
 
     def stop(self) -> None:
-        """Ends the run after the current step, or at once between steps."""
+        """Ends the run after the current step; between steps, at once."""
         self.total_steps = min(self.total_steps, self.policy.step)
 
     def evaluate_now(self, pass_samples: int = 0) -> None:

@@ -112,7 +112,7 @@ class _Patience:
         return min(_SILENT_S, self._limit_s / 4)
 
     def attempt(self) -> asyncio.Timeout:
-        """Returns the limit of an attempt as a whole."""
+        """Returns the time limit for a whole attempt."""
         left = self.left_s
         self._attempt = asyncio.timeout(left if left < math.inf else None)
         self._lost += self._was_worked_on

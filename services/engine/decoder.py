@@ -123,8 +123,8 @@ class Decoder:
         """Allocates a GPU's cache for up to `rows` rows and returns how many fit; on a CPU the
         cache grows later.
 
-        Raises UnfitModel when the model does not run or does not compute a sequence as if alone,
-        ConfigError when memory is short or not even one row fits.
+        Raises UnfitModel when the model does not run or does not compute each sequence
+        independently, ConfigError when memory is short or not even one row fits.
         """
         with torch.inference_mode():
             self._try()

@@ -118,8 +118,8 @@ def _model_host(entry: ModelReward, on_restart: Callable[[], None]) -> Host:
 
 def _in_worker(entry: Reward) -> tuple[str, bool, Json]:
     """Returns the name of a function that runs in the shared workers, whether it gives verdicts,
-    and the specification from which a worker makes it. A separate process makes a user's function
-    once to check it.
+    and the specification from which a worker makes it. Before that, a separate process makes a
+    user's function once, to check it.
     """
     name = _TEXT_FUNCTIONS.get(type(entry))
     if name is not None:

@@ -227,7 +227,7 @@ class FurtherNodeAgent(Agent):
             self._changed(prepared=start.id)
 
     async def _keep_weights(self) -> None:
-        """Keeps the weights that the first node orders on this node's disk."""
+        """Stores on this node's disk the weights that the first node orders."""
         while True:
             weights = self._order.weights
             if weights is None or weights.key == self._state.holds:

@@ -284,8 +284,8 @@ class Batch:
 def _pass_rates(groups: Sequence[TrainingGroup]) -> list[float]:
     """Returns the share of right answers of each group.
 
-    An answer without a verdict counts as right if its reward is above the mean of all of these in
-    the batch, which stays so whatever is added to rewards or scales them.
+    An answer without a verdict counts as right if its reward is above the mean reward of all such
+    answers in the batch. Adding a constant to the rewards, or scaling them, changes nothing.
     """
     answers = [item.group.answers for item in groups]
     unverified = [answer.reward for own in answers for answer in own if not answer.verified]

@@ -220,7 +220,9 @@ def lora_settings(config: Any, model: Any) -> Json:
 
 
 def _targets(targets: Any, model: Any) -> list[str]:
-    """Returns the names of layers; if there are none, PEFT's own for the architecture."""
+    """Returns the names of the layers that get an adapter: those in the config, or else PEFT's
+    defaults for the architecture.
+    """
     if targets == "all-linear":
         return []
     if targets is None:

@@ -141,7 +141,7 @@ def load_scorer(
     `path` may be a checkpoint that only rank 0 sees. A model that is not `trained` is a frozen
     reference. `added` adds an adapter, and only the adapter is trained. `max_tokens` bounds the
     sequences of the run (`learning.batch_independence`). Raises ConfigError as `load_model` does,
-    and for a model that does not compute a sequence as if alone.
+    and for a model that does not compute each sequence independently.
     """
     quiet()
     directory = ranks.broadcast(Path(path) if path else None)

@@ -196,7 +196,7 @@ class SftRun:
         stops = stop_token_ids(model, tokenizer, config.sampling.stop_token_ids)
         prompter = Prompter(tokenizer, PromptStyle.of(config), stops)
         vocabulary = model.get_input_embeddings().num_embeddings
-        # All rows are within the length up to which LongRoPE computes each as if alone.
+        # All rows are within the length up to which LongRoPE computes each independently.
         switches_at = switch_length(model.config.get_text_config().to_dict())
         limits = [context_length(config.model), switches_at]
         context = min((limit for limit in limits if limit is not None), default=None)

@@ -158,7 +158,7 @@ def test_a_chat_has_only_the_special_tokens_of_its_template() -> None:
             None,
             {"sampling__system_prompt": "S"},
             "sampling.system_prompt",
-            ("no chat template", "data.prompt_template"),
+            ("needs a chat template", "data.prompt_template"),
         ),
         (
             THINKING,
@@ -170,7 +170,7 @@ def test_a_chat_has_only_the_special_tokens_of_its_template() -> None:
             None,
             {"sampling__chat_template_kwargs": {"a": 1}},
             "sampling.chat_template_kwargs",
-            ("no chat template",),
+            ("needs a chat template",),
         ),
         (
             THINKING,
@@ -182,7 +182,7 @@ def test_a_chat_has_only_the_special_tokens_of_its_template() -> None:
             None,
             {"model__chat_template": "own"},
             "model__chat_template",
-            ("the model has no chat template",),
+            ("needs a chat template",),
         ),
     ],
 )

@@ -18,6 +18,7 @@ from services.environment.class_runner import ClassRunner
 from services.environment.environments import Environment
 from services.environment.runners import load_runner
 from tests.support.environments.environments import Calculator, Faulty, Guess, request_for, served
+from tests.support.errors import raises
 from tests.support.models.trap_models import letters
 from tests.support.processes.clocks import leap
 
@@ -225,9 +226,8 @@ async def test_a_request_sent_again_gets_the_same_episodes() -> None:
         third = await server.client.episodes(request)
         assert codec.encode(one) == codec.encode(other) == codec.encode(third)
         assert len(server.engine.asked) == 4
-        with pytest.raises(ServiceError, match="another request already used this id") as caught:
+        with raises(ServiceError, status=409, field="request_id"):
             await server.client.episodes(request_for(NAMES[Calculator], "other", n=2))
-        assert caught.value.status == 409
 
 
 async def test_deleting_a_request_ends_its_episodes_and_their_sessions() -> None:
@@ -254,7 +254,7 @@ async def test_deleting_a_request_ends_its_episodes_and_their_sessions() -> None
             while stats["sessions"] or stats["running"]:
                 await asyncio.sleep(0.01)
                 stats = server.service.stats()
-        with pytest.raises(ServiceError, match="no such request"):
+        with raises(ServiceError, status=404, field="request_id"):
             await server.client.delete("r1")
 
 
@@ -265,9 +265,8 @@ async def test_waiting_caller_is_told_that_its_request_was_deleted() -> None:
         while not server.service.stats()["sessions"]:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
         server.service.delete("r1")
-        with pytest.raises(ServiceError, match="the request was deleted") as caught:
+        with raises(ServiceError, status=503, field="request_id"):
             await waiting
-        assert caught.value.status == 503
         Faulty.release.set()
 
 

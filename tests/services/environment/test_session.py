@@ -444,7 +444,7 @@ async def test_huge_observation_ends_the_context_and_is_not_tokenised() -> None:
     session, engine, _ = trap_session(["ok", "ok"], limits=EpisodeLimits(context=1000))
     first = await ask(session, [user("x")])
     for size in (900_000, 10_000_000):
-        with pytest.raises(LimitReached, match="its limit of context"):
+        with raises(LimitReached, limit="context"):
             await ask(session, [user("x"), sent_back(first), user("y" * size)])
     assert session.stop_reason == "context"
     assert len(engine.asked) == 1

@@ -20,6 +20,7 @@ from tests.support.batches.groups import (
     prepared,
     with_algorithm,
 )
+from tests.support.errors import raises
 from trainer.algorithms.advantages import length_penalty, mean_normalised, reward_normalised
 from trainer.algorithms.compute_advantages import compute_advantages
 from trainer.algorithms.losses import (
@@ -224,7 +225,7 @@ def test_maxrl_gives_the_gradient_of_the_log_of_the_pass_rate() -> None:
 
 
 def test_maxrl_refuses_rewards_below_zero() -> None:
-    with pytest.raises(ConfigError, match=r"must not be negative.*-0\.5"):
+    with raises(ConfigError, field="algorithm.advantage", value="mean_normalised"):
         mean_normalised(torch.tensor([[1.0, -0.5]]))
 
 
