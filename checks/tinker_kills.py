@@ -222,12 +222,12 @@ class Client:
                 if not name.startswith("time"):
                     found[f"step {row['step']} {name}"].add(repr(value))
         store = TinkerStore(server / "tinker.sqlite")
-        facts = {fact.id: fact for fact in store.facts()}
+        records = {record.id: record for record in store.records()}
         store.close()
         state = State(server, most_runs=0)
         for row in _rows(self.log / "checkpoints.jsonl"):
             for path in (row["state_path"], row.get("sampler_path")):
-                checkpoint = facts.get(path or "")
+                checkpoint = records.get(path or "")
                 if isinstance(checkpoint, Checkpoint):
                     for file in state.files(checkpoint).glob("*.safetensors"):
                         found[f"{row['name']} {checkpoint.kind} {file.name}"].add(checksum(file))

@@ -162,7 +162,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def _audit_tinker(directory: Path, words: Sequence[str]) -> int:
-    """Executes again what a Tinker server has computed, on as many ranks; returns the status."""
+    """Re-executes what a Tinker server has computed, on as many ranks; returns the status."""
     with waits_told():
         from trainer.audit.tinker import audit_tinker, recorded_settings  # torch: slow to import
 

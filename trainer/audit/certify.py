@@ -1,5 +1,5 @@
-"""Executes steps again that the caller's seed draws, and writes a record of it, which anyone can
-check against the published weights.
+"""Re-executes steps that the caller's seed draws, and writes a record of it, which anyone can check
+against the published weights.
 """
 
 import random
@@ -23,7 +23,7 @@ _WEIGHTS = ("*.safetensors", "config.json")
 
 
 class ExecutedStep(msgspec.Struct):
-    """A step that was executed again."""
+    """A step that was re-executed."""
 
     step: int
     stages: list[StageOutcome]
@@ -51,7 +51,7 @@ class Certificate(msgspec.Struct, kw_only=True):
             yield f"its steps are {steps}, but the seed draws {expected}"
         for each in (*self.drawn, self.checkpoint):
             if not each.stages:
-                yield f"no stage of step {each.step} was executed again"
+                yield f"no stage of step {each.step} was re-executed"
             for stage in each.stages:
                 if stage.state == "differs":
                     yield f"step {each.step}, {stage.stage} differs: {stage.detail}"
@@ -64,8 +64,8 @@ def drawn_steps(seed: str, count: int, last: int) -> list[int]:
 
 
 def certify(run_dir: Path, seed: str, count: int, output: Path, more: Sequence[str]) -> int:
-    """Executes `count` drawn steps again, one after the other, writes the certificate, and returns
-    the exit status of `rlhf audit`.
+    """Re-executes `count` drawn steps one after the other, writes the certificate, and returns the
+    exit status of `rlhf audit`.
 
     Args:
         run_dir: directory of the run, whose newest checkpoint is what is published.
@@ -101,7 +101,7 @@ def certify(run_dir: Path, seed: str, count: int, output: Path, more: Sequence[s
 
 
 def _executed(run_dir: Path, step: int, more: Sequence[str]) -> ExecutedStep:
-    """Returns a step with its outcomes; processes of their own execute it again."""
+    """Returns a step with its outcomes; separate processes re-execute it."""
     with TemporaryDirectory(prefix="rlhf-certify-") as folder:
         path = Path(folder) / "outcomes.json"
         words = [str(run_dir), "--step", str(step), "--json", str(path), *more]

@@ -1,5 +1,5 @@
-"""Executes again what a Tinker server has computed since the last snapshot of each run, and
-compares answers and saved weights with the recorded ones, bit for bit.
+"""Re-executes what a Tinker server has computed since the last snapshot of each run, and compares
+answers and saved weights with the recorded ones, bit for bit.
 """
 
 import tempfile
@@ -82,7 +82,7 @@ def _one_run(run: TinkerRun, learner: RunLearner, state: State, *, store: Tinker
     saved: dict[int, Checkpoint] = {}
     for checkpoint in state.owned(Checkpoint, run.owner, run=run.id):
         number = int(checkpoint.folder.rpartition("-")[2])
-        # What was saved before the snapshot is not executed again.
+        # What was saved before the snapshot is not re-executed.
         if number > run.snapshot:
             saved[number] = checkpoint
     compared = len(saved)

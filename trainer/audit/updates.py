@@ -1,4 +1,4 @@
-"""Compares an update that was executed again with the recorded one."""
+"""Compares a re-executed update with the recorded one."""
 
 import math
 from collections.abc import Iterator, Sequence

@@ -1,4 +1,4 @@
-"""Tells what a command that executes steps again is at."""
+"""Tells how far a command is that re-executes steps."""
 
 import os
 import sys

@@ -79,8 +79,8 @@ class Checkpoint:
         return self.path
 
 
-Fact = TinkerSession | TinkerRun | Sampler | Checkpoint
-"""What is kept under its `id`, which no two facts share."""
+Record = TinkerSession | TinkerRun | Sampler | Checkpoint
+"""What is kept under its `id`, which no two records share."""
 
 
 @dataclass(frozen=True)

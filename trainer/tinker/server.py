@@ -18,7 +18,7 @@ from trainer.tinker.interface import WITHOUT_STABLE_REINFORCE, LoraSpec
 from trainer.tinker.messages import MESSAGES
 from trainer.tinker.records import (
     Checkpoint,
-    Fact,
+    Record,
     Sampler,
     TinkerOperation,
     TinkerResult,
@@ -121,11 +121,11 @@ class TinkerServer:
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         """Continues what was accepted before, and works inside the context."""
-        facts, applied, waiting = await self._journal.run(
-            lambda store: (store.facts(), store.applied(), store.waiting())
+        records, applied, waiting = await self._journal.run(
+            lambda store: (store.records(), store.applied(), store.waiting())
         )
-        for fact in facts:
-            self.state.add(fact)
+        for record in records:
+            self.state.add(record)
         await asyncio.to_thread(self.state.sweep)
         for run in self.state.all(TinkerRun):
             self._training.start(run, applied.get(run.id, -1))
@@ -229,16 +229,16 @@ class TinkerServer:
         """Removes a run, its operations and all its weights."""
         run = self.state.find(TinkerRun, name, owner)
         await self._training.forget(run)
-        gone: list[Fact] = [run, *self.state.owned(Checkpoint, owner, run=name)]
+        gone: list[Record] = [run, *self.state.owned(Checkpoint, owner, run=name)]
         samplers = self.state.owned(Sampler, owner)  # those of weights without a name go with it
         gone += [sampler for sampler in samplers if sampler.id.startswith(f"{name}:")]
         await self.state.forget(gone, self._journal)
         await remove_files(self.state.folder(name))
 
-    async def _put(self, fact: _F) -> _F:
-        self.state.add(fact)
-        await self._journal.run(lambda store: store.put(fact))
-        return fact
+    async def _put(self, record: _F) -> _F:
+        self.state.add(record)
+        await self._journal.run(lambda store: store.put(record))
+        return record
 
     # ------------------------------------------------------------ operations
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from common.errors import Conflict, NotFound, TooLarge
-from trainer.tinker.records import Checkpoint, Fact, Sampler, TinkerRun, TinkerSession
+from trainer.tinker.records import Checkpoint, Record, Sampler, TinkerRun, TinkerSession
 from trainer.tinker.store import Journal, TinkerStore
 
 KEPT_UNNAMED = 16
@@ -21,29 +21,29 @@ _F = TypeVar("_F", bound=TinkerSession | TinkerRun | Sampler | Checkpoint)
 
 
 class State:
-    """The facts, by name. Only the event loop reads and changes them."""
+    """The records, by name. Only the event loop reads and changes them."""
 
     def __init__(self, directory: Path, most_runs: int) -> None:
         self._directory = directory
         self._most_runs = most_runs
-        self._facts: dict[str, Fact] = {}
+        self._records: dict[str, Record] = {}
 
-    def add(self, fact: Fact) -> Fact | None:
-        """Adds a fact; returns the one of this name that it replaces."""
-        replaced = self._facts.get(fact.id)
-        self._facts[fact.id] = fact
+    def add(self, record: Record) -> Record | None:
+        """Adds a record; returns the one of this name that it replaces."""
+        replaced = self._records.get(record.id)
+        self._records[record.id] = record
         return replaced
 
-    def remove(self, fact: Fact) -> None:
-        self._facts.pop(fact.id, None)
+    def remove(self, record: Record) -> None:
+        self._records.pop(record.id, None)
 
     def get(self, kind: type[_F], name: str) -> _F | None:
-        """Returns a fact, whoever it belongs to; None when there is none."""
-        found = self._facts.get(name)
+        """Returns a record, whoever it belongs to; None when there is none."""
+        found = self._records.get(name)
         return found if isinstance(found, kind) else None
 
     def find(self, kind: type[_F], name: str, owner: str) -> _F:
-        """Returns a fact. Raises NotFound, also for one of another client."""
+        """Returns a record. Raises NotFound, also for one of another client."""
         found = self.get(kind, name)
         if found is None or found.owner != owner:
             word = kind.__name__.removeprefix("Tinker").lower()
@@ -57,17 +57,17 @@ class State:
         return found
 
     def all(self, kind: type[_F]) -> Iterator[_F]:
-        """Yields the facts of a kind, the oldest first."""
-        for fact in tuple(self._facts.values()):
-            if isinstance(fact, kind):
-                yield fact
+        """Yields the records of a kind, the oldest first."""
+        for record in tuple(self._records.values()):
+            if isinstance(record, kind):
+                yield record
 
     def owned(self, kind: type[_F], owner: str, **fields: object) -> list[_F]:
-        """Returns the facts of a kind that belong to a client and have these fields, the newest
+        """Returns the records of a kind that belong to a client and have these fields, the newest
         first.
         """
         wanted = {"owner": owner, **fields}.items()
-        return [fact for fact in self.all(kind) if wanted <= vars(fact).items()][::-1]
+        return [record for record in self.all(kind) if wanted <= vars(record).items()][::-1]
 
     def checkpoint(self, owner: str, run: str, kind: str, name: str) -> Checkpoint:
         """Returns a checkpoint by the parts of its path. Raises NotFound."""
@@ -125,25 +125,27 @@ class State:
 
     async def delete(self, checkpoint: Checkpoint, journal: Journal) -> None:
         """Forgets a checkpoint, with its sampler if it is unnamed; then removes its files."""
-        gone: list[Fact] = [checkpoint]
+        gone: list[Record] = [checkpoint]
         if checkpoint.unnamed:
             gone += self.owned(Sampler, checkpoint.owner, path=checkpoint.path)
         await self.forget(gone, journal)
         await remove_files(self.files(checkpoint))
 
-    async def forget(self, facts: Sequence[Fact], journal: Journal) -> None:
-        """Forgets facts with their operations."""
+    async def forget(self, records: Sequence[Record], journal: Journal) -> None:
+        """Forgets records with their operations."""
 
         def write(store: TinkerStore) -> None:
-            for fact in facts:
-                store.drop(fact)
+            for record in records:
+                store.drop(record)
 
         await journal.run(write)
-        for fact in facts:
-            self.remove(fact)
+        for record in records:
+            self.remove(record)
 
     def sweep(self) -> None:
-        """Removes files that no fact names: what a killed process had begun, or not removed yet."""
+        """Removes files that belong to no record: a killed process had begun or not yet removed
+        them.
+        """
         named = {self.files(each) for each in self.all(Checkpoint)}
         for run in self.all(TinkerRun):
             named.add(self.snapshot(run))

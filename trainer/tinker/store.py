@@ -17,13 +17,13 @@ import msgspec
 from common.errors import InvalidInput, NotFound, ServiceError
 from common.process.storage import StorageFailed
 from services.http.sqlite_store import TABLES, Damaged, SqliteStore, sealed, sum_of, unsealed
-from trainer.tinker.records import Fact, TinkerOperation, TinkerResult, TinkerRun
+from trainer.tinker.records import Record, TinkerOperation, TinkerResult, TinkerRun
 
 log = logging.getLogger(__name__)
 _SCHEMA = (
     TABLES
     + """
-CREATE TABLE facts (name TEXT PRIMARY KEY NOT NULL, kind TEXT NOT NULL, document TEXT NOT NULL,
+CREATE TABLE records (name TEXT PRIMARY KEY NOT NULL, kind TEXT NOT NULL, document TEXT NOT NULL,
     seal INTEGER NOT NULL) STRICT;
 CREATE TABLE operations (line TEXT NOT NULL, seq INTEGER NOT NULL, kind TEXT NOT NULL,
     body_sum INTEGER NOT NULL, seal INTEGER NOT NULL, body BLOB, PRIMARY KEY (line, seq)) STRICT;
@@ -33,7 +33,7 @@ CREATE TABLE results (finished INTEGER PRIMARY KEY AUTOINCREMENT, line TEXT NOT 
 CREATE INDEX by_end ON results (line, finished);
 """
 )
-_KINDS: dict[str, type[Fact]] = {kind.__name__: kind for kind in get_args(Fact)}
+_KINDS: dict[str, type[Record]] = {kind.__name__: kind for kind in get_args(Record)}
 KEPT_RESULTS = 256
 """Results of a run's latest operations that a client can still ask for."""
 AGAIN_S = 5.0
@@ -42,10 +42,10 @@ _T = TypeVar("_T")
 
 
 class TinkerStore(SqliteStore):
-    """Operations and facts on disk. Its methods run within a transaction."""
+    """Operations and records on disk. Its methods run within a transaction."""
 
     name = "the file of the Tinker server"
-    layout = 2
+    layout = 3
     restore = "restore it from a backup, or start in another directory"
     pragmas = ("locking_mode = EXCLUSIVE",)
     busy_s = 5
@@ -56,25 +56,25 @@ class TinkerStore(SqliteStore):
         counted = self.db.execute("SELECT MAX(seq) FROM sqlite_sequence WHERE name = 'results'")
         self._finished: int = counted.fetchone()[0] or 0
 
-    # ------------------------------------------------------------ facts
+    # ------------------------------------------------------------ records
 
-    def facts(self) -> list[Fact]:
+    def records(self) -> list[Record]:
         """Returns all sessions, runs, samplers and checkpoints."""
-        found: list[Fact] = []
-        for row in self.db.execute("SELECT name, kind, document, seal FROM facts"):
-            _, kind, document = unsealed(row, f"the fact {row[0]}")
+        found: list[Record] = []
+        for row in self.db.execute("SELECT name, kind, document, seal FROM records"):
+            _, kind, document = unsealed(row, f"the record {row[0]}")
             found.append(msgspec.json.decode(document, type=_KINDS[kind]))
         return found
 
-    def put(self, fact: Fact) -> None:
-        """Writes a fact in the place of an earlier one of its name."""
-        row = (fact.id, type(fact).__name__, msgspec.json.encode(fact).decode())
-        self.db.execute("INSERT OR REPLACE INTO facts VALUES (?, ?, ?, ?)", sealed(row))
+    def put(self, record: Record) -> None:
+        """Writes a record in the place of an earlier one of its name."""
+        row = (record.id, type(record).__name__, msgspec.json.encode(record).decode())
+        self.db.execute("INSERT OR REPLACE INTO records VALUES (?, ?, ?, ?)", sealed(row))
 
-    def drop(self, fact: Fact) -> None:
-        """Forgets a fact, with all operations if it is a run or a sampler."""
-        self.db.execute("DELETE FROM facts WHERE name = ?", (fact.id,))
-        self._drop("line = ?", [(fact.id,)])
+    def drop(self, record: Record) -> None:
+        """Forgets a record, with all operations if it is a run or a sampler."""
+        self.db.execute("DELETE FROM records WHERE name = ?", (record.id,))
+        self._drop("line = ?", [(record.id,)])
 
     # ------------------------------------------------------------ operations
 

@@ -26,7 +26,7 @@ from trainer.tinker import requests
 from trainer.tinker.messages import read_pass, write_outputs
 from trainer.tinker.records import (
     Checkpoint,
-    Fact,
+    Record,
     Sampler,
     TinkerOperation,
     TinkerResult,
@@ -76,7 +76,7 @@ class Applied:
 
     content: bytes
     is_json: bool = True
-    facts: tuple[Fact, ...] = ()
+    records: tuple[Record, ...] = ()
     """What the operation made."""
 
 
@@ -158,10 +158,10 @@ class Training:
                 if number not in line.waiting:  # the run was deleted
                     return
                 find = partial(TinkerStore.operation, line=line.run.id, seq=number)
-                facts, outdated = await self._apply(line.run, await self._journal.run(find))
+                records, outdated = await self._apply(line.run, await self._journal.run(find))
                 line.waiting.remove(number)
                 line.following += 1
-                await self._clean(facts, outdated)
+                await self._clean(records, outdated)
             self._finished(line.run.id, number)
 
     async def forget(self, run: TinkerRun) -> None:
@@ -179,12 +179,12 @@ class Training:
 
     async def _apply(
         self, run: TinkerRun, operation: TinkerOperation
-    ) -> tuple[Sequence[Fact], Path | None]:
+    ) -> tuple[Sequence[Record], Path | None]:
         """Applies an operation and writes its result, with the snapshot that is due; returns what
         is on disk now, and the folder of the snapshot before.
         """
         run.used = time.time()
-        facts: Sequence[Fact] = ()
+        records: Sequence[Record] = ()
         outdated = None
         try:
             await self._bring_back(run, operation)
@@ -201,7 +201,7 @@ class Training:
                 # Without it, the run comes back from an earlier one.
                 with suppress(StorageFailed):
                     outdated = await self._save(run, operation.seq)
-            facts = outcome.facts
+            records = outcome.records
         except Exception as error:
             # A refusal has changed nothing. What any other error has changed is not known: the run
             # comes back from its snapshot.
@@ -216,18 +216,18 @@ class Training:
 
         def write(store: TinkerStore) -> None:
             store.finish(run.id, operation.seq, result, repeatable=repeatable)
-            for fact in facts:
-                store.put(fact)
+            for record in records:
+                store.put(record)
             store.put_run(run)
 
         await self._journal.settle(write)
-        return facts, outdated
+        return records, outdated
 
-    async def _clean(self, facts: Sequence[Fact], outdated: Path | None) -> None:
+    async def _clean(self, records: Sequence[Record], outdated: Path | None) -> None:
         """Adds what is on disk now to the state, and removes what it replaces or outlives."""
-        for fact in facts:
-            replaced = self._state.add(fact)
-            if isinstance(replaced, Checkpoint) and replaced is not fact:
+        for record in records:
+            replaced = self._state.add(record)
+            if isinstance(replaced, Checkpoint) and replaced is not record:
                 await remove_files(self._state.files(replaced))
         if outdated is not None:
             await remove_files(outdated)
@@ -398,8 +398,8 @@ def repeat(
             )
 
 
-def _json(*facts: Fact, **answer: object) -> Applied:
-    return Applied(json.dumps(answer).encode(), facts=facts)
+def _json(*records: Record, **answer: object) -> Applied:
+    return Applied(json.dumps(answer).encode(), records=records)
 
 
 def _fresh(folder: Path) -> Path:

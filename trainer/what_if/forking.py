@@ -266,7 +266,9 @@ def _begin(
 
 
 def _finished(run_dir: Path, state: RunState) -> set[int]:
-    """Returns the positions of prompts that are done, by the checkpoint `state` or after it."""
+    """Returns the positions of finished prompts: those of the checkpoint `state`, and those of the
+    steps after it.
+    """
     done = {*range(state.position), *state.finished}
     for line in read_lines(run_dir / LINES):
         if line["step"] > state.step:

@@ -24,8 +24,8 @@ class Processes(Container):
         self.directory = str(home)
 
     async def read(self, path: str, after: float = 0.0) -> bytes | None:
-        """Returns the first megabyte of a file; None when there is none, or none that was written
-        after a time. Raises EpisodeFailed.
+        """Returns the first megabyte of a file; None when there is no such file, or it was not
+        written after a given time. Raises EpisodeFailed.
         """
         return await asyncio.to_thread(_read, Path(path), after)
 

@@ -134,8 +134,8 @@ class Container:
         return True
 
     async def read(self, path: str, after: float = 0.0) -> bytes | None:
-        """Returns the first megabyte of a file; None when there is none, or none that was written
-        after a time (in whole seconds).
+        """Returns the first megabyte of a file; None when there is no such file, or it was not
+        written after a given time (in whole seconds).
         """
         output = self.home / "read"
         words = ["sh", "-c", _READ, "sh", path, str(math.ceil(after))]

@@ -80,8 +80,8 @@ def change_answer(directory: Path, run: str) -> None:
 def change_adapter(directory: Path, run: str) -> None:
     """Changes the checksum of a published adapter."""
     store = TinkerStore(directory / "tinker.sqlite")
-    facts = [each for each in store.facts() if isinstance(each, Checkpoint)]
-    found = next(each for each in facts if each.run == run and each.kind != "weights")
+    records = [each for each in store.records() if isinstance(each, Checkpoint)]
+    found = next(each for each in records if each.run == run and each.kind != "weights")
     with store.transaction():
         store.put(replace(found, checksum="0"))
     store.close()

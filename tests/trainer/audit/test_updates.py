@@ -1,4 +1,4 @@
-"""An update that was executed again against its record, of which one part was changed at a time."""
+"""A re-executed update against its record, of which one part was changed at a time."""
 
 import copy
 import random

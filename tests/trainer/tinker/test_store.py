@@ -55,7 +55,7 @@ def test_what_is_written_is_there_after_a_restart(tmp_path: Path) -> None:
 
     store = _store(tmp_path)
     with store.transaction():
-        assert store.facts() == [session, _RUN]
+        assert store.records() == [session, _RUN]
         assert store.waiting() == [(_RUN.id, 2), (_RUN.id, 3)]
         assert store.applied() == {_RUN.id: 1}
         assert store.operation(_RUN.id, 3).body == b"3"
