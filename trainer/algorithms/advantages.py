@@ -184,7 +184,7 @@ def whiten(
     all ranks.
     """
     kept = values[mask.bool()].double()
-    own = torch.stack([torch.tensor(len(kept)).double(), kept.sum()])
+    own = torch.tensor([len(kept), kept.sum()], dtype=torch.float64)
     count, values_sum = sum_over_ranks(own).tolist()
     if not count:
         return torch.zeros_like(values)
