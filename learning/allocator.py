@@ -22,7 +22,7 @@ _SEGMENTS = "expandable_segments:True"
 # The user's settings of the C library's allocator.
 _MALLOC_VARIABLES = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "GLIBC_TUNABLES")
 # Values of glibc's M_MMAP_THRESHOLD and M_TRIM_THRESHOLD: larger blocks are returned to the kernel
-# at once, and so is what is free at the end of the heap beyond so many bytes.
+# at once, and so is what is free at the end of the heap beyond this many bytes.
 _MALLOC_LIMITS = {-3: 32 << 20, -1: 128 << 20}
 
 

@@ -50,7 +50,7 @@ from trainer.weights.gpu_lease import GpuLease
 from trainer.weights.sync import WeightPublisher, WeightSync
 
 _TRIAL_STEPS = 10
-"""A run of so few steps is a trial, whose learning rate does not matter."""
+"""A run of at most this many steps is a trial, whose learning rate does not matter."""
 
 
 def build_run(

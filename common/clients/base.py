@@ -35,16 +35,17 @@ _FULL = frozenset({429, 503})
 _NETWORK_ERRORS = (httpx.TransportError, TimeoutError, OSError)
 _MAX_BACKOFF_S = 1.0
 _MAX_LOST = 3
-"""So many attempts may fail although their service got on with them: a request that makes engines
-crash would be repeated for ever."""
+"""Attempts of a call that may fail although the service worked on them: a request that makes
+engines crash would otherwise be repeated for ever."""
 _WARN_EVERY_S = 10.0
 _SILENT_S = 10.0
-"""After so many seconds without a byte, or a quarter of the call's time, a client asks whether the
-service works on its request."""
+"""After this many seconds without a byte, or a quarter of the call's time, a client asks whether
+the service works on its request."""
 _SAY_AFTER_S = 60.0
-"""A call that its service may well work on is said after so long, and then ever less often."""
+"""Seconds after which the log says that a call waits which its service may well work on; then ever
+less often."""
 _PROGRESS_BYTES = 16 << 10
-"""So many further bytes of a body, sent or received, begin the time of a call again."""
+"""After this many further bytes of a body, sent or received, the time of a call begins again."""
 _adapter: Callable[[Any], TypeAdapter[Any]] = cache(TypeAdapter)
 
 
@@ -177,7 +178,7 @@ class Client:
     """
 
     start_s = 0.0
-    """A service that has never answered may be starting for so long: that is no warning."""
+    """Seconds in which a service that has never answered may be starting, without a warning."""
 
     def __init__(
         self,

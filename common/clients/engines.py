@@ -18,7 +18,7 @@ from common.clients.base import Client, Look
 _PATIENCE_S = 5.0
 """An engine that has not told its load by then is busy with something else, or hangs."""
 _FRESH_S = 5.0
-"""All calls that wait share one look at the engines, for so long at most."""
+"""Seconds for which all waiting calls share one look at the engines."""
 _UNKNOWN_CALL = (404, 405)
 _QUEUED_SHARE = 0.25
 """Completions that may wait in an engine, as a share of those that it decodes at once: enough that

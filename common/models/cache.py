@@ -166,7 +166,7 @@ class EngineMemoryEstimate:
     """How many sequences the room for states lets run; None without states."""
 
     def completions(self, tokens: int) -> int:
-        """Returns how many completions of so many tokens, with their prompts, run at once."""
+        """Returns how many completions of `tokens` tokens, with their prompts, run at once."""
         if self.sequences is None:
             return self.kv_tokens // tokens
         return min(self.sequences, self.kv_tokens // tokens)

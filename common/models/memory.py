@@ -488,7 +488,7 @@ LONG_PROMPT = 512
 
 
 def full_pass(config: Config, answers: int) -> int:
-    """Returns the tokens that a rank computes in a pass of so many of the longest answers, and
+    """Returns the tokens that a rank computes in a pass of `answers` of the longest answers, and
     their prompt.
     """
     row_tokens = answers * config.sampling.max_new_tokens + LONG_PROMPT

@@ -324,7 +324,7 @@ class SlotCache(Cache):  # type: ignore[misc]  # transformers is not typed
         return found
 
     def bytes_per_row(self, columns: int) -> int:
-        """Returns the bytes of a row of so many columns; known after the first pass."""
+        """Returns the bytes of a row of `columns` columns; known after the first pass."""
         total = 0
         for each in self._keys_and_values():
             total += columns * each.shape[1] * each.shape[3] * each.element_size()

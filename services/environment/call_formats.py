@@ -114,7 +114,7 @@ def _integer(digits: str) -> int:
 
 
 _MAX_DIGITS = 308
-"""Every integer of so many digits fits into a float, which is all that other languages have."""
+"""Every integer with this many digits fits into a float, which is all that other languages have."""
 
 
 def _read_json(text: str, schemas: Schemas) -> list[ToolCall]:

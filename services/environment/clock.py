@@ -23,7 +23,7 @@ class EpisodeClock:
 
     @asynccontextmanager
     async def limit(self, seconds: float | None) -> AsyncIterator[None]:
-        """Limits the block to so many seconds of this clock. Raises TimeoutError."""
+        """Limits the block to `seconds` of this clock. Raises TimeoutError."""
         async with asyncio.timeout(seconds) as limit:
             self._left[limit] = seconds
             if self._stops:

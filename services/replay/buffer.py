@@ -63,7 +63,7 @@ class SampledBlobs:
 
 
 _AS_LONG_AS_THE_RUN_S = 1e12
-"""A lease of so many seconds does not end by time."""
+"""A lease of this many seconds does not end by time."""
 
 
 def join(blobs: list[bytes], **extra: object) -> bytes:

@@ -45,7 +45,7 @@ log = logging.getLogger(__name__)
 _HEARTBEAT_S = 5.0
 # Reports of progress, at least, within the time after which the trainer fences a silent node.
 _REPORTS = 8
-# After so long without an answer of the trainer, the engine leaves the router: before the trainer
+# After this long without an answer of the trainer, the engine leaves the router: before the trainer
 # goes on without the node (`trainer.weights.board`, 30 s), which could not keep it out.
 _CUT_OFF_S = 20.0
 _RECONCILE_S = 1.0

@@ -104,7 +104,7 @@ class NodeState:
 
     @property
     def must_restart(self) -> bool:
-        """Whether so many loads failed that the engine must be restarted."""
+        """Whether the engine must be restarted because too many loads failed."""
         return self.failed_loads >= UPDATES_BEFORE_RESTART
 
     @property

@@ -34,8 +34,8 @@ _C = TypeVar("_C", bound=Client)
 _READERS = 4
 """Most processes that read answers, which start as they are needed: many answers end together."""
 _READ_APART_TOKENS = 1 << 20
-"""A process of its own reads the engines' answers if those of a step have so many tokens: in rank 0
-they would take Python's lock for .3 s, and the update beside it would wait."""
+"""A process of its own reads the engines' answers if those of a step have this many tokens: in
+rank 0 they would take Python's lock for .3 s, and the update beside it would wait."""
 
 
 class JobGroupBackend(Backend):

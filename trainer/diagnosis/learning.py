@@ -13,7 +13,7 @@ from trainer.observe.catalogue import SLOW
 from trainer.trackers.base import flatten
 
 _NEWEST = 3
-"""A condition holds if it holds in so many steps in a row."""
+"""A condition holds if it holds in this many steps in a row."""
 _SOLVED = 0.95
 _Line = dict[str, Any]
 

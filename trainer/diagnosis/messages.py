@@ -15,7 +15,7 @@ _SETTING = re.compile(r"[a-z_]+\.[a-z_]+\b|--[a-z]|[A-Z][A-Z_]+\b|seed\b|state_d
 _FRAME = re.compile(r"line \d+, in (\w+)")
 """A line of one of Python's stacks."""
 _BEFORE_THE_END_S = 90.0
-"""A line may name the reason of the end if it was written at most so long before it."""
+"""A line may name the reason of the end if it was written at most this long before it."""
 _MANY_DROPS = 3
 _PROBLEMS = {
     "unreachable": "",

@@ -17,7 +17,7 @@ from trainer.timing import WAITS_FOR_BATCH
 
 _SHORTEST_STALL_S = 15.0
 _STEPS_OF_STALL = 5.0
-"""A run that has not finished a step for so many times the usual seconds of one is stalled."""
+"""A run is stalled when it has not finished a step for this many times a step's usual seconds."""
 _WAITS_S = 3.0
 """Longer than polls take."""
 

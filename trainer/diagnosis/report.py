@@ -17,8 +17,8 @@ TEXT_FILE = "diagnosis.txt"
 JSON_FILE = "diagnosis.json"
 _AT_LEAST_S = 5.0
 _STEPS = 2.0
-"""Nothing is wrong with a run whose newest step ended so many usual steps ago, or that many
-seconds."""
+"""Nothing is wrong with a run whose newest step ended at most this many usual steps ago, or
+`_AT_LEAST_S` seconds."""
 _SHOWN_LINES = 12
 _MAX_CHARS = 240
 """Longest text of one line."""

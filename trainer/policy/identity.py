@@ -21,7 +21,7 @@ Identity = dict[str, list[str]]
 LearnsFrom = Literal["rewards", "answers"]
 _LEARNS_FROM = "learning from"
 _TOKENIZER = "tokenizer of model.name"
-"""Identity that are not settings."""
+"""Parts of the identity that are not settings."""
 _VOLATILE = ("transformers_version", "_name_or_path")
 """Entries of `config.json` that say nothing about the model."""
 _PROMPTS = (

@@ -90,7 +90,7 @@ class Sums:
         return float(self.values[_NAMES.index(name)])
 
     def add_passes(self, tokens: Sequence[int], room: int) -> None:
-        """Adds passes of so many tokens each; each had room for `room` tokens."""
+        """Adds passes by their tokens; each had room for `room` tokens."""
         fewest = math.ceil(sum(tokens) / room)
         self.values[_NAMES.index("passes")] += len(tokens)
         # An answer that is longer than `room` has a pass of its own.

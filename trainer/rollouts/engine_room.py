@@ -17,7 +17,7 @@ _LOOK_SHARE = 0.2
 _OLD_S = 5.0
 """A look counts for nothing once the next one has been due for this long."""
 _TRANSIT_S = 0.5
-"""A group may take so long to get into an engine, which does not count it until then."""
+"""Seconds that a group may take to get into an engine, which does not count it until then."""
 
 
 class EngineRoom:

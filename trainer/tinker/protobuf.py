@@ -19,7 +19,7 @@ from typing import Any
 from common.errors import InvalidInput, TooLarge
 
 MOST_FIELDS = 100_000
-"""A message has at most so many fields, since each becomes an object. The SDK sends at most 1,024
+"""A message has at most this many fields, since each becomes an object. The SDK sends at most 1,024
 data at once."""
 _VARINT = 0
 _DOUBLE = 1

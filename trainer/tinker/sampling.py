@@ -189,7 +189,7 @@ class Sampling:
 
     @asynccontextmanager
     async def _room(self, sampler: Sampler, count: int) -> AsyncIterator[None]:
-        """Waits until the engines have room for so many completions of a sampler."""
+        """Waits until the engines have room for `count` completions of a sampler."""
         # No client has an empty name.
         limits = {sampler.id: _OF_SAMPLER, sampler.owner: _OF_CLIENT, "": _AT_ONCE}
         async with AsyncExitStack() as turns:

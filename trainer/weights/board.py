@@ -419,7 +419,7 @@ class WeightBoard:
             serving = {name for name, each in alive.items() if _serves(each.report, manifest)}
             others = {name: worker for name, worker in alive.items() if name not in serving}
             missing = {name: each for name, each in others.items() if name not in self._excluded}
-            # The engines of the job group, by the report of one: so many report.
+            # The number of engines of the job group, by the report of any: each of them reports.
             expected = max(
                 (each.report.num_nodes // each.report.nodes_per_engine for each in alive.values()),
                 default=1,

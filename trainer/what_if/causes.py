@@ -21,7 +21,7 @@ from trainer.what_if.run_facts import RunFacts
 
 _NO_CLIP = 10.0
 _FACTOR = 3.0
-"""A learning rate that grows by so much in a step was changed; a warm-up doubles it at most."""
+"""A learning rate that grows by this factor in a step was changed; a warm-up doubles it at most."""
 _MOST = 0.5
 """Share of groups that makes a trace one of the run rather than of some problems."""
 _PAID = 0.8

@@ -54,7 +54,7 @@ RUN_DIR/regrade.jsonl, which the dashboard shows.
 _ROWS = 12
 """Most rows of the table of steps; neighbours are merged into as many."""
 _SHOWN_CHARS = 400
-"""So many characters are shown of the beginning of a long text, and of its end."""
+"""Characters that are shown of the beginning of a long text, and of its end."""
 _PUBLIC = re.compile(r"^(?:def|class) ([^\W_]\w*)\s*[(:]", re.MULTILINE)
 """The functions and classes of a file whose names do not begin with `_`."""
 Counts = NDArray[np.float64]
