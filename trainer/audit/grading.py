@@ -22,7 +22,7 @@ class GradedAnswer:
     """An answer that reward functions graded."""
 
     name: str
-    """In messages."""
+    """Its name in messages."""
     item: RewardItem
     completion: Completion
     """With its recorded grade."""

@@ -22,7 +22,7 @@ from trainer.diagnosis.run_files import log_folders, read_facts, read_topology, 
 _TRAINER_PATIENCE_S = 3.5
 """Rank 0 waits two seconds for the others."""
 _AGAIN_S = 1.2
-"""Longer than `Health` reuses an answer."""
+"""Pause before services are asked again: longer than `Health` reuses an answer."""
 _COLLECTIVE = re.compile(r'File "[^"]*torch/distributed/[^"]*", line \d+, in (\w+)')
 _WRAPPERS = frozenset({"wrapper", "_fn", "inner", "decorate_context"})
 _MAIN = "thread MainThread:"

@@ -13,9 +13,9 @@ from common.process.logs import SEPARATOR
 from trainer.diagnosis.facts import LogLine
 
 _READ_BYTES = 400_000
-"""Read of the end of every file."""
+"""Bytes that are read of the end of every file."""
 _MAX_CHARS = 1500
-"""Kept of one message, whose beginning says what it is about."""
+"""Characters that are kept of a message, whose beginning says what it is about."""
 _KEPT = 50
 """Messages of one file that are kept from its beginning, and from its end."""
 _TEXT = re.compile(

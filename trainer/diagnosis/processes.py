@@ -19,7 +19,7 @@ _SHORTEST_STALL_S = 15.0
 _STEPS_OF_STALL = 5.0
 """A run is stalled when it has not finished a step for this many times a step's usual seconds."""
 _WAITS_S = 3.0
-"""Longer than polls take."""
+"""Seconds after which a pending call counts as a wait: longer than polls take."""
 
 
 def stalled_for(facts: Facts) -> float:

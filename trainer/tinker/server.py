@@ -60,9 +60,10 @@ class TinkerServer:
 
     Args:
         base_model: name of the model for clients.
-        most_runs: of a client.
+        most_runs: the most runs of a client.
         resident: the most runs in memory.
-        seed: of adapters for which clients give none, with the number of the run in its session.
+        seed: with the number of a run in its session, the seed of adapters for which clients give
+            none.
         stable_reinforce: the loss that is used in the place of Tinker's `stable_reinforce`, which
             needs no record of samples; if empty, that is refused.
     """
