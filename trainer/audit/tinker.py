@@ -58,8 +58,8 @@ def audit_tinker(directory: Path) -> int:
 def _all_runs(directory: Path, learner: RunLearner) -> int:
     store = TinkerStore(directory / "tinker.sqlite")
     state = State(directory, most_runs=0)
-    for fact in store.facts():
-        state.add(fact)
+    for record in store.records():
+        state.add(record)
     status = 0
     for run in state.all(TinkerRun):
         try:
