@@ -186,8 +186,8 @@ def from_hub(model: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def _renamed(
     name: str, renamings: list[Any], converters: list[Any], *, model: Any, own: Mapping[str, Tensor]
 ) -> tuple[str, str | None]:
-    """Returns the model's name of a tensor in its files, and the pattern of the converter that
-    makes it; None for one that is only renamed.
+    """Returns the name that a tensor of the files has in the model, and the pattern of the
+    converter that changes the tensor; None as the pattern if it is only renamed.
     """
     # By position, because releases of transformers name the parameters differently.
     target, pattern = rename_source_key(name, renamings, converters, model.base_model_prefix, own)

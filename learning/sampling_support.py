@@ -41,7 +41,7 @@ class Sampled(NamedTuple):
 
     @classmethod
     def of(cls, group: Group, completion: Completion) -> "Sampled | None":
-        """Returns the tokens of a completion of a group; None if it was sampled from the whole
+        """Returns the tokens from which a completion of a group was sampled; None for the whole
         vocabulary.
         """
         if len(completion.kept_counts) or (group.min_new_tokens and len(group.barred)):

@@ -293,9 +293,9 @@ class Decoder:
     def _passes(self, prompts: Sequence[Sequence[int]]) -> list[list[int]]:
         """Returns the prompts, by number, that are computed together.
 
-        Padding is on the right, where causal attention never looks: the fastest kernel works, which
-        takes no mask. But a state would be that after the padding, so prompts of a model with
-        states are computed with those of the same length.
+        Prompts are padded on the right, where causal attention never looks, so that the fastest
+        kernel, which takes no mask, can be used. A recurrent state, however, would be that after
+        the padding: a model with states computes only prompts of one length together.
         """
         if not self.cache.has_states:
             return [list(range(len(prompts)))]

@@ -7,6 +7,6 @@
 - `completions`: what the engine samples again. `episodes`: episodes that are played again.
 - `grading`: what the reward functions say again.
 - `certify`: drawn steps, and the record that others can check.
-- `waits`: what a command that takes long is at.
+- `waits`: how far a command is.
 - `comparison`: the outcome of a stage, and what counts as equal.
 """

@@ -248,7 +248,7 @@ class TokenTensor(Wire):
             and all(0 <= column < width for column in columns)
         ):
             raise InvalidInput(
-                "its shape does not match the prompt, or not the number of its values",
+                "its shape must fit the prompt and the number of its values",
                 field="target_prompt_logprobs.shape",
                 value=self.shape,
                 remedy=f"send {len(scores) - 1} rows: one for each token after the first",

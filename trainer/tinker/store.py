@@ -92,7 +92,8 @@ class TinkerStore(SqliteStore):
                     "another request has this sequence number",
                     field="seq_id",
                     value=operation.seq,
-                    remedy="count the requests of a run; send one again unchanged",
+                    remedy="give every request of a run the next number, and send a repeated one "
+                    "unchanged",
                 )
             return False
         if operation.seq < first:
