@@ -19,7 +19,7 @@ from learning.batching import Indices, Sizes, owners, shares
 from learning.ranks import Ranks
 from tests.support.batches.groups import batch_of, known, off_policy_groups, with_algorithm
 from tests.support.processes.ranks import run_ranks
-from tests.support.workers.shared_batch import numbers, scored_rows, weighted
+from tests.support.workers.distributed_batch import numbers, scored_rows, weighted
 from trainer.algorithms.batch import Batch
 from trainer.algorithms.compute_advantages import compute_advantages
 from trainer.policy.critic import value_function
@@ -135,7 +135,7 @@ def test_two_ranks_learn_from_a_batch_that_rank_zero_has(
     words = ["--model.name", str(policy_dir), "--algorithm.name", name]
     words += ["--algorithm.mini_batches", "2", "--trainer.micro_batch_tokens", "30"]
     words += ["--algorithm.rollout_correction", "none"]
-    run_ranks(2, "shared_batch", str(tmp_path), *words)
+    run_ranks(2, "distributed_batch", str(tmp_path), *words)
     told = [json.loads((tmp_path / f"told{rank}.json").read_text()) for rank in (0, 1)]
 
     assert told[0]["update"] == pytest.approx(told[1]["update"])
