@@ -76,7 +76,7 @@ def test_math_names_what_is_missing() -> None:
             {"ground_truth": [["5", "6"]]},
             {"ground_truth": ["['5', '6']"]},
         ):
-            with raises(InvalidInput, field="ground_truth"):
+            with pytest.raises(InvalidInput, match="ground_truth"):
                 function(chats("5"), **columns)
         golds = [["5"], [5], "['5']"]
         assert function(chats("5", "5", "5"), ground_truth=golds) == [1.0, 1.0, 1.0]
