@@ -67,7 +67,9 @@ def _hide_other_packages(directory: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def lines(directory: Path, *words: str) -> dict[str, Outcome]:
-    options = parse(["--out", str(directory), "--device", "cpu", "--small", *words])
+    # Ten times the usual limits of the sections: the machine may be busy.
+    plain = ["--out", str(directory), "--device", "cpu", "--small", "--minutes", "320"]
+    options = parse([*plain, *words])
     with (directory.parent / "console").open("w") as file:
         status = check(options, Console(file=file))
     assert status == 0, (directory / "gpu-check.md").read_text()
