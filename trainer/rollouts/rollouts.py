@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 _SAY_EVERY_S = 30.0
 _FIRST_TAKE_S = 1.0
 """How long the replay-buffer may wait for the groups that the update already has."""
-# The caller of `free_slots` waits at most so long for the next requests.
+# The caller of `free_slots` waits at most this long for the next requests.
 _SEND_S = 0.02
 
 
