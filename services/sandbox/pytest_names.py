@@ -171,7 +171,7 @@ class _Marks:
 
     def __getattr__(self, name: str) -> Any:
         # Neither decides anything: any program passes a test that may fail.
-        attribute = "is_skipped" if name in ("skip", "xfail") else f"mark_{name}"
+        attribute = "is_skipped" if name in ("skip", "xfail") else "is_marked"
 
         def mark(*args: Any, **_: Any) -> Any:
             if len(args) == 1 and callable(args[0]):

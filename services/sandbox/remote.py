@@ -165,6 +165,8 @@ class _Pickler(pickle.Pickler):
         kind = type(value)
         if kind is Remote:
             return "object", value._Remote__key
+        if kind is type and _KEY in vars(value):
+            return "object", vars(value)[_KEY]
         is_function_of_test = getattr(value, "__module__", None) == _TEST and callable(value)
         # A method such as `seen.append`: a copy of it would change a copy of the list.
         is_bound = kind is types.BuiltinMethodType and is_mutable(value.__self__)
@@ -387,7 +389,7 @@ class Test:
             error = error_class.__new__(error_class, *values)
         for name, value in attributes.items():
             vars(error)[name] = decoded(value)
-        vars(error)[_TEXT] = str(text)
+        vars(error)[_TEXT] = text
         return error
 
     def _asked(self, action: str, key: int, content: list[Any]) -> tuple[Any, Exception | None]:
@@ -400,7 +402,7 @@ class Test:
             if action == "call":
                 positional, named = args
                 return target(*positional, **named), None
-            name = str(args[0])
+            name = args[0]
             value = getattr(target, name, None)
             if action == "getattr" and isinstance(target, types.FunctionType) and name in _NAMING:
                 return value, None
@@ -415,10 +417,7 @@ class Test:
             if action == "setattr":
                 setattr(target, name, args[1])
                 return None, None
-            value = getattr(target, name)
-            if isinstance(value, types.MethodType):
-                self.locals[id(value)] = value
-            return value, None
+            return getattr(target, name), None
         except AssertionError as error:
             # A program that catches it would hide that the test has failed.
             self.end("error", f"AssertionError: {error}"[:200])
@@ -443,15 +442,15 @@ class Test:
             value = made(key, name, arguments, items)
             return strict_array(value) if name == "array" else value
         if kind == "coroutine":
-            return self._awaitable(int(key))
+            return self._awaitable(key)
         if kind == "exception":
-            return self._exception(int(key), *content)
+            return self._exception(key, *content)
         if kind != "object":
             raise ValueError(f"there is no such kind: {kind}")
-        remote = self._remotes.setdefault(int(key), Remote(self, int(key)))
+        remote = self._remotes.setdefault(key, Remote(self, key))
         plain, is_generator = content
         if is_generator:
-            self.generators.add(int(key))
+            self.generators.add(key)
         current = self._decoded(plain[0]) if plain else _ABSENT
         object.__setattr__(remote, "_Remote__plain", current)
         return remote
@@ -465,7 +464,8 @@ class Test:
             return error_class
         if key not in self._exceptions:
             own_bases = tuple(self._decoded(base) for base in bases)
-            self._exceptions[key] = type(str(name), own_bases, {"__str__": _text_of_error})
+            members = {"__str__": _text_of_error, _KEY: key}
+            self._exceptions[key] = type(name, own_bases, members)
         return self._exceptions[key]
 
 
@@ -474,6 +474,8 @@ _WITH_EXCEPTIONS = (
     "asyncio.exceptions", "binascii", "builtins", "configparser", "copy", "dataclasses", "decimal",
     "ipaddress", "json.decoder", "queue", "_queue", "re", "statistics", "struct", "zlib",
 )  # fmt: skip
+# Attribute of a class of exceptions with the key of the program's.
+_KEY = "_key of the program"
 # Attribute with the text of an exception that the program raised.
 _TEXT = "_text of the program"
 

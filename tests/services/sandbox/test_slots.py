@@ -1,8 +1,10 @@
 """What the server asks a sandbox and makes of its answers, with processes whose lines are given."""
 
+import ast
 import io
 import json
 import os
+import random
 import sys
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
@@ -258,3 +260,77 @@ def test_any_other_comparison_is_a_test_in_python(test: str) -> None:
     assert case.imports == frozenset()
     with_imports = f"import numpy.linalg as la, json\nfrom a.b import c\nfrom . import d\n{test}"
     assert parse_cases([with_imports])[0].imports == {"numpy", "json", "a", "None"}
+
+
+def junk(draws: random.Random, depth: int = 2) -> Any:
+    """Returns what a column of a data set may hold by mistake."""
+    names = ["input", "output", "expected", "function", "args", "inputs", "outputs", "type"]
+    names += ["testtype", "metadata", "test", "entry_point", "kwargs", "fn_name", "other"]
+    kind = draws.randrange(8 if depth else 5)
+    if kind < 5:
+        texts = ["", "1", "f", "[1", "stdin", "functional", "function_call", "assert f(1) == 2"]
+        return [None, draws.choice([True, 0, 2.5]), *[draws.choice(texts)] * 3][kind]
+    if kind == 5:
+        return [junk(draws, depth - 1) for _ in range(draws.randrange(3))]
+    count = draws.randrange(1, 4)
+    return {draws.choice(names): junk(draws, depth - 1) for _ in range(count)}
+
+
+def read_or_refused(column: Any) -> list[Case] | InvalidInput:
+    try:
+        return parse_cases(column, "column")
+    except InvalidInput as error:
+        return error
+
+
+def test_a_column_is_read_or_refused() -> None:
+    draws = random.Random(0)
+    read = 0
+    for _ in range(1500):
+        found = read_or_refused(junk(draws))
+        if isinstance(found, InvalidInput):
+            assert str(found.field).startswith("column")
+            assert found.message
+            continue
+        read += 1
+        assert found
+        for case in found:
+            assert case.request["kind"] in ("stdin", "call", "value", "code")
+            assert (case.test is None) == (case.request["kind"] != "code")
+    assert read > 50
+
+
+@pytest.mark.parametrize(
+    ("column", "words"),
+    [
+        ([5], "not a test case"),
+        ([], "no test cases"),
+        ("[]", "no test cases"),
+        (5, "no test cases"),
+        ({"inputs": ["1"], "outputs": []}, "one length"),
+        ({"inputs": ["1"]}, "one length"),
+        ({"inputs": "1", "outputs": ["1"]}, "one length"),
+        ({"input": "1"}, "output: "),
+        ({"input": "1", "output": "2", "more": 3}, "more: "),
+        ({"input": {}, "output": "2"}, "input."),
+        ({"function": "f", "args": 5, "output": 2}, "args: "),
+        ({"type": "functional", "input": "[1", "output": "2"}, "Expecting"),
+        ({"function": "f", "kwargs": [], "output": 2}, "kwargs: "),
+        ({"test": 5}, "test: "),
+        ({"type": "other", "input": "1", "output": "2"}, "type: "),
+    ],
+)
+def test_a_case_that_is_none_says_why(column: Any, words: str) -> None:
+    with pytest.raises(InvalidInput) as refused:
+        parse_cases(column, "tests")
+    assert words in refused.value.message
+    is_empty = "no test cases" in words
+    assert refused.value.field == ("tests" if is_empty else "tests[0]")
+    if not is_empty and isinstance(column, dict):
+        assert ast.literal_eval(str(refused.value.value)) == column
+
+
+def test_a_case_of_livecodebench_may_have_values_of_json() -> None:
+    case = {"testtype": "functional", "input": [1, 2], "output": [3], "function": "f"}
+    [parsed] = parse_cases([case])
+    assert (parsed.request["args"], parsed.expected) == ([1, 2], [3])

@@ -1,6 +1,7 @@
 """A program and its test in Python as in the sandbox, but as two threads of this process."""
 
 import contextlib
+import importlib
 import json
 import os
 import sys
@@ -8,16 +9,20 @@ import threading
 from collections.abc import Iterator
 from typing import Any, NoReturn
 
+from services.sandbox import library_values
 from services.sandbox.cases import Case
 from services.sandbox.program import Program
 from services.sandbox.remote import Test
 
 _MODULES = ("__main__", "pytest", "solution")
-_STOP = "stop"
 
 
 class _Ended(BaseException):
     """Where the test's process of the sandbox would be gone."""
+
+
+def _end_thread(status: int) -> NoReturn:
+    raise SystemExit(status)
 
 
 def outcome(source: str, case: Case) -> str:
@@ -34,7 +39,12 @@ def outcome(source: str, case: Case) -> str:
         raise _Ended
 
     program = Program(namespace, program_in, program_out)
-    serving = threading.Thread(target=program.serve, args=(_STOP,), daemon=True)
+
+    def serve() -> None:
+        with contextlib.suppress(SystemExit):
+            program.serve()
+
+    serving = threading.Thread(target=serve, daemon=True)
     serving.start()
     with _globals_restored():
         judge = Test(test_in, test_out, limit=1 << 20, end=end)
@@ -45,10 +55,10 @@ def outcome(source: str, case: Case) -> str:
         except BaseException as error:
             ended.append(f"error: {type(error).__name__}: {error}")
         finally:
-            judge._out.write(json.dumps([_STOP]).encode() + b"\n")
-            judge._out.flush()
-            serving.join(10)
-            for stream in (judge._out, judge._in, program._in):
+            # Which ends the program, wherever it waits.
+            judge._out.close()
+            serving.join()
+            for stream in (judge._in, program._in):
                 stream.close()
             os.close(program_out)
     return ended[0] if ended else "passed"
@@ -60,12 +70,23 @@ def _globals_restored() -> Iterator[None]:
     modules = {name: sys.modules.get(name) for name in _MODULES}
     default = json.JSONEncoder.default
     leave = contextlib.suppress.__exit__
+    end = os._exit
     words = sys.argv
     sys.argv = ["program"]
+    os._exit = _end_thread
+    comparisons = {
+        (module, name): getattr(importlib.import_module(module), name)
+        for module, names in library_values._COMPARISONS.items()
+        for name in names
+    }
     try:
         yield
     finally:
         sys.argv = words
+        os._exit = end
+        for (place, name), function in comparisons.items():
+            setattr(sys.modules[place], name, function)
+        library_values.make_strict.cache_clear()
         json.JSONEncoder.default = default  # type: ignore[method-assign]
         contextlib.suppress.__exit__ = leave  # type: ignore[method-assign]
         for name, module in modules.items():
