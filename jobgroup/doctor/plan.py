@@ -119,8 +119,10 @@ def make(
         group = group or found.name
         for each in found.tasks:
             each = each if in_pod else each.without_volumes()
-            # A pod has the environment that the task was launched with; a local run, the YAML's.
-            own = {**each.env, **env, **overrides} if inside else {**env, **each.env}
+            # A pod has the environment that the task was launched with; a local run, the YAML's and
+            # the name of its group, which is in the default folders.
+            local = {**env, "SKYPILOT_JOBGROUP_NAME": group, **each.env}
+            own = {**each.env, **env, **overrides} if inside else local
             try:
                 task_of_pod = {**vars(each), "env": own}
                 jobs.append(PlannedTask(**task_of_pod, config=each.settings(own)))
