@@ -90,13 +90,26 @@ def savings(shape: ModelShape, env: dict[str, str], gpus: int) -> list[dict[str,
     return found
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_the_cheapest_change_with_which_the_trainer_fits_is_named(seed: int) -> None:
+def drawn_plan(seed: int) -> tuple[Any, int, dict[str, str], int]:
     draws = random.Random(seed)
-    shape = ModelShape.of(draws.choice(MODELS))
     gpus = draws.choice([1, 2, 4, 8, 12])
-    env = drawn_env(draws)
     room = draws.choice([8, 24, 40, 80]) * 10**9
+    return draws.choice(MODELS), gpus, drawn_env(draws), room
+
+
+@pytest.mark.parametrize(
+    ("content", "gpus", "env", "room"),
+    [
+        *map(drawn_plan, range(20)),
+        # Several changes fit tightly.
+        (QWEN_05B, 8, {}, 10 * 10**9),
+        (MIXTURE, 2, {}, 12 * 10**9),
+    ],
+)
+def test_the_cheapest_change_with_which_the_trainer_fits_is_named(
+    content: Any, gpus: int, env: dict[str, str], room: int
+) -> None:
+    shape = ModelShape.of(content)
 
     tight = ""
     fitting = ""

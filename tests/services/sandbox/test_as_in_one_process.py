@@ -384,6 +384,7 @@ ARRAYS = [
     "from numpy import allclose\nassert allclose(f(2), 4)",
     "assert_allclose(f(2), 4)",
     "import numpy as np\nassert (f(2) - 4 == 0).all() and True",
+    "assert not (f(2) - 4).any() and True",
 ]
 
 
