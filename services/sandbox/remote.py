@@ -389,7 +389,7 @@ class Test:
             error = error_class.__new__(error_class, *values)
         for name, value in attributes.items():
             vars(error)[name] = decoded(value)
-        vars(error)[_TEXT] = text
+        vars(error)[_TEXT] = str(text)  # whoever reads it need not fear another type
         return error
 
     def _asked(self, action: str, key: int, content: list[Any]) -> tuple[Any, Exception | None]:
