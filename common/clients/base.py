@@ -37,6 +37,8 @@ _MAX_BACKOFF_S = 1.0
 _MAX_LOST = 3
 """Attempts of a call that may fail although the service worked on them: a request that makes
 engines crash would otherwise be repeated for ever."""
+_LOOK_S = 5.0
+"""A service that has not said by then how it is, is busy with something else, or hangs."""
 _WARN_EVERY_S = 10.0
 _SILENT_S = 10.0
 """After this many seconds without a byte, or a quarter of the call's time, a client asks whether
@@ -343,7 +345,7 @@ class Client:
     async def _look(self, attempt: str) -> Look:
         """Asks the service, over another connection, whether it works on an attempt and gets on."""
         try:
-            answer = await self.http.get("/health", headers={ASKED_ATTEMPT: attempt}, timeout=5)
+            answer = await self.get("/health", {ASKED_ATTEMPT: attempt})
         except _NETWORK_ERRORS:
             return Look()
         said = answer.headers.get(ASKED_ATTEMPT)
@@ -352,6 +354,23 @@ class Client:
             works=None if said is None else said == WORKING,
             progress=int(got_to) if got_to.isdecimal() else None,
         )
+
+    async def get(self, path: str, headers: Mapping[str, str] | None = None) -> Reply:
+        """Asks the service once, or another one if `path` is a URL. Raises httpx.TransportError, or
+        TimeoutError when there is no answer within 5 s.
+        """
+        url = path if "://" in path else self.base_url.rstrip("/") + path
+        sent = Sent(
+            "GET",
+            url,
+            {**self._default_headers, **logs.sent_headers(), **(headers or {})},
+            b"",
+            connect_s=_LOOK_S,
+            moved=lambda _: None,
+            receive=None,
+        )
+        async with asyncio.timeout(_LOOK_S):
+            return await exchange(self._transport, sent)
 
     def _warn(self, start: float, text: str, problem: Problem = "silent") -> None:
         """Logs that a call has waited since `start`: one line for all calls that wait."""
@@ -399,7 +418,7 @@ class Client:
             headers["content-length"] = str(len(content))  # it may be sent in pieces
         url = self.base_url.rstrip("/") + path
         if "params" in arguments:
-            url = str(httpx.URL(url, params=arguments["params"]))
+            url = f"{url}?{httpx.QueryParams(arguments['params'])}"
         answer = await exchange(
             self._transport,
             Sent(
@@ -499,7 +518,7 @@ class Client:
         """
         self.progress = 0
         try:
-            response = await self.http.get("/health", timeout=5)
+            response = await self.get("/health")
         except _NETWORK_ERRORS as error:
             self._check_trust(error)
             self.problem = problem_of(error)
@@ -507,7 +526,7 @@ class Client:
         if response.is_success:
             return None
         if response.status_code == Unauthorized.status:
-            raise self._error(Reply(response.status_code, response.headers, response.content))
+            raise self._error(response)
         self.problem = problem_of_status(response.status_code)
         try:
             said = _Unhealthy.model_validate_json(response.content)

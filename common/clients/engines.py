@@ -7,16 +7,15 @@ The address is that of a router, which lists its engines, or of one engine. All 
 
 import asyncio
 import math
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import httpx
 from pydantic import BaseModel, ValidationError
 
 from common.clients.base import Client, Look
+from common.clients.network import Reply
 
-_PATIENCE_S = 5.0
-"""An engine that has not told its load by then is busy with something else, or hangs."""
 _FRESH_S = 5.0
 """Seconds for which all waiting calls share one look at the engines."""
 _UNKNOWN_CALL = (404, 405)
@@ -69,12 +68,16 @@ class _Loads(BaseModel):
     loads: list[EngineLoad]
 
 
-async def ask_load(http: httpx.AsyncClient, url: str) -> list[EngineLoad] | None:
+Get = Callable[[str], Awaitable[Reply]]
+"""Asks an address, or a path of a router, once (`Client.get`)."""
+
+
+async def ask_load(get: Get, url: str) -> list[EngineLoad] | None:
     """Returns the load of an engine's parts, none for a server that does not know the call; None
     when it does not answer.
     """
     try:
-        answer = await http.get(f"{url}/v1/loads", timeout=_PATIENCE_S)
+        answer = await get(f"{url}/v1/loads")
         return _Loads.model_validate_json(answer.content).loads
     except (httpx.TransportError, TimeoutError, OSError):
         return None
@@ -83,10 +86,10 @@ async def ask_load(http: httpx.AsyncClient, url: str) -> list[EngineLoad] | None
 
 
 class Engines:
-    """The engines behind `http`: those that its router lists, or those at `urls`."""
+    """The engines behind `get`: those that its router lists, or those at `urls`."""
 
-    def __init__(self, http: httpx.AsyncClient, urls: Sequence[str] = ()) -> None:
-        self._http = http
+    def __init__(self, get: Get, urls: Sequence[str] = ()) -> None:
+        self._get = get
         self._urls = list(urls)
         self._looking = asyncio.Lock()
         self._looked_at = -math.inf
@@ -106,7 +109,7 @@ class Engines:
         async with self._looking:
             if loop.time() - self._looked_at >= fresh_s:
                 urls = self._urls or await self._listed()
-                found = await asyncio.gather(*(ask_load(self._http, url) for url in urls))
+                found = await asyncio.gather(*(ask_load(self._get, url) for url in urls))
                 self._loads = dict(zip(urls, found, strict=True))
                 self._looked_at = loop.time()
                 for url, loads in self._loads.items():
@@ -127,7 +130,7 @@ class Engines:
     async def _listed(self) -> list[str]:
         """Returns the healthy engines of the router; for a server that is none, its own address."""
         try:
-            answer = await self._http.get("/workers", timeout=_PATIENCE_S)
+            answer = await self._get("/workers")
             if answer.status_code in _UNKNOWN_CALL:
                 self._urls = [""]
                 return self._urls
@@ -144,7 +147,7 @@ class GeneratingClient(Client):
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        self.engines = Engines(self.http)
+        self.engines = Engines(self.get)
 
     async def _look(self, attempt: str) -> Look:
         await self._loads()

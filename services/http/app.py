@@ -10,7 +10,13 @@ import select
 import signal
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
+from contextlib import (
+    AbstractAsyncContextManager,
+    AsyncExitStack,
+    asynccontextmanager,
+    nullcontext,
+)
+from functools import cached_property
 from typing import Any
 
 import uvicorn
@@ -30,7 +36,7 @@ from common.process.security import check_certificate, is_loopback, tls, token
 from common.wire import codec
 from services.http.admission import BODIES_AT_ONCE, Admission, CallerAuth, Load
 from services.http.connections import BoundedConnection
-from services.http.errors import add_error_handlers, answer_error
+from services.http.errors import add_error_handlers, answer_error, is_crash
 from services.http.going_back import GoingBack
 from services.http.openapi import EVERYWHERE, described, errors
 from services.http.sqlite_store import SqliteStore
@@ -66,8 +72,9 @@ _HEALTH = {
 class Service(FastAPI):
     """An app behind the middleware that all services share, which is outside of FastAPI's.
 
-    Bare routes are served right behind it. What FastAPI and Starlette have between there and a
-    handler takes longer than a small handler (`python -m benchmarks.agents calls`).
+    Routes without parameters in their paths, and bare ones, are served right behind it. What
+    FastAPI and Starlette have between there and a handler takes longer than a small handler
+    (`python -m benchmarks.agents calls`).
     """
 
     entrance: ASGIApp
@@ -85,24 +92,54 @@ class Service(FastAPI):
         self.router.routes.append(route)  # for /openapi.json, and for other methods
         self.bare_routes.append(route)
 
+    @cached_property
+    def _plain_routes(self) -> "dict[tuple[str, str], _JsonRoute]":
+        """Routes without parameters, by method and path. No route is added after the first
+        request.
+        """
+        return {
+            (method, route.path): route
+            for route in self.router.routes
+            if isinstance(route, _JsonRoute) and not route.param_convertors
+            for method in route.methods
+        }
+
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await self.entrance(scope, receive, send)
 
     async def serve(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serves what the middleware let in."""
-        if scope["type"] == "http" and scope["method"] == "POST":
+        answering = self._found(scope, receive) if scope["type"] == "http" else None
+        if answering is None:
+            await super().__call__(scope, receive, send)
+            return
+        request = Request(scope, receive)
+        crash: Exception | None = None
+        try:
+            response = await answering
+        except Exception as error:
+            response = await answer_error(request, error)
+            crash = error if is_crash(error) else None
+        await response(scope, receive, send)
+        if crash is not None:
+            raise crash  # as Starlette does: whoever runs the app sees it too
+
+    def _found(self, scope: Scope, receive: Receive) -> Awaitable[Response] | None:
+        """Returns what answers a request, if it is a bare route or one without parameters."""
+        plain = self._plain_routes.get((scope["method"], scope["path"]))
+        if plain is not None:
+            scope.update(app=self, route=plain, path_params={})
+            return plain.answer(_JsonRequest(scope, receive))
+        if scope["method"] == "POST":
             for route in self.bare_routes:
                 match = route.path_regex.match(scope["path"])
                 if match is not None:
                     scope.update(app=self, route=route)
-                    request = Request(scope, receive)
-                    try:
-                        response = await route.endpoint(request=request, **match.groupdict())
-                    except Exception as error:
-                        response = await answer_error(request, error)
-                    await response(scope, receive, send)
-                    return
-        await super().__call__(scope, receive, send)
+                    answer: Awaitable[Response] = route.endpoint(
+                        request=Request(scope, receive), **match.groupdict()
+                    )
+                    return answer
+        return None
 
 
 def create_app(
@@ -222,13 +259,26 @@ class _JsonRequest(Request):
 class _JsonRoute(APIRoute):
     """A route whose JSON body is bounded (`common.wire.codec.parse_json`)."""
 
+    _handler: Callable[[Request], Coroutine[Any, Any, Response]]
+
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handler = super().get_route_handler()
+        self._handler = handler
 
         async def handle(request: Request) -> Response:
             return await handler(_JsonRequest(request.scope, request.receive))
 
         return handle
+
+    async def answer(self, request: "_JsonRequest") -> Response:
+        """Answers a request that did not come through FastAPI. No service has dependencies that
+        must be closed after the response.
+        """
+        async with AsyncExitStack() as stack:
+            request.scope["fastapi_middleware_astack"] = stack
+            request.scope["fastapi_inner_astack"] = stack
+            request.scope["fastapi_function_astack"] = stack
+            return await self._handler(request)
 
 
 async def read_json(request: Request) -> Any:

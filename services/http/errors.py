@@ -25,8 +25,12 @@ def add_error_handlers(app: FastAPI) -> None:
 
 async def answer_error(request: Request, error: Exception) -> JSONResponse:
     """Returns the response to an error, for a handler that FastAPI does not call."""
-    handle = next(each for kind, each in _HANDLERS.items() if isinstance(error, kind))
-    return await handle(request, error)
+    return await _handler_of(error)(request, error)
+
+
+def is_crash(error: Exception) -> bool:
+    """Whether only a mistake in the service explains an error of a handler."""
+    return _handler_of(error) is _on_crash
 
 
 def error_response(error: ServiceError, scope: Scope) -> JSONResponse:
@@ -94,7 +98,8 @@ async def _on_crash(request: Request, error: Exception) -> JSONResponse:
     return error_response(crash, request.scope)
 
 
-_HANDLERS: dict[type[Exception], Callable[[Request, Exception], Awaitable[JSONResponse]]] = {
+_Handler = Callable[[Request, Exception], Awaitable[JSONResponse]]
+_HANDLERS: dict[type[Exception], _Handler] = {
     ServiceError: _on_service_error,
     RequestValidationError: _on_validation_error,
     HTTPException: _on_http_error,
@@ -102,3 +107,7 @@ _HANDLERS: dict[type[Exception], Callable[[Request, Exception], Awaitable[JSONRe
     Exception: _on_crash,
 }
 """By kind of error, the special ones first."""
+
+
+def _handler_of(error: Exception) -> _Handler:
+    return next(handle for kind, handle in _HANDLERS.items() if isinstance(error, kind))

@@ -2,13 +2,14 @@
 
 import asyncio
 
-from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from common.errors import Conflict, ServiceError
 from common.wire.headers import STORE_HEADER, StoreMark
 from services.http.errors import error_response
 from services.http.sqlite_store import SqliteStore
+
+_HEADER = STORE_HEADER.encode()
 
 
 class GoingBack:
@@ -28,10 +29,11 @@ class GoingBack:
 
         async def marked(message: Message) -> None:
             if message["type"] == "http.response.start":
-                MutableHeaders(scope=message)[STORE_HEADER] = str(store.mark)
+                message["headers"] = [*message["headers"], (_HEADER, str(store.mark).encode())]
             await send(message)
 
-        seen = StoreMark.parse(Headers(scope=scope).get(STORE_HEADER, ""))
+        sent = (value for name, value in scope["headers"] if name == _HEADER)
+        seen = StoreMark.parse(next(sent, b"").decode("latin-1"))
         mark = store.mark
         if mark.is_behind(seen):
             try:

@@ -13,6 +13,7 @@ import sqlite3
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -41,8 +42,18 @@ CREATE TABLE runs (key INTEGER PRIMARY KEY, id TEXT NOT NULL UNIQUE);
 REMEMBERED_REQUESTS = 10_000
 """Answers to each call that are kept, for retries and for copies that arrive late."""
 _FORGET_EVERY = 100
+_DECLARATIONS = "SELECT type, name, tbl_name, sql FROM sqlite_schema ORDER BY type, name"
+_SET_MARK = "UPDATE life SET identity = ?, changes = ?, seal = ?"
 _STATUSES = {sqlite3.SQLITE_FULL: 507, sqlite3.SQLITE_BUSY: 503}
 """Errors after which the client tries again."""
+
+
+@cache
+def _declarations(schema: str) -> list[tuple[str, ...]]:
+    """Returns what a file with this schema answers to `_DECLARATIONS`."""
+    with closing(sqlite3.connect(":memory:")) as db:
+        db.executescript(schema)
+        return db.execute(_DECLARATIONS).fetchall()
 
 
 def sum_of(content: object) -> int:
@@ -148,7 +159,8 @@ class SqliteStore:
         with closing(self._connect(unnamed)) as db:
             # One transaction: each declaration alone would be synced.
             db.executescript(f"BEGIN; {schema}")
-            self._store_mark(db, StoreMark(secrets.randbits(52), 0))
+            first = StoreMark(secrets.randbits(52), 0)
+            db.execute("INSERT INTO life VALUES (?, ?, ?)", sealed(first))
             self.fill(db)
             db.execute(f"PRAGMA user_version = {self.layout}")
             db.execute("COMMIT")
@@ -182,11 +194,8 @@ class SqliteStore:
         layout = self.db.execute("PRAGMA user_version").fetchone()[0]
         if layout != self.layout:
             raise Damaged(f"its layout is {layout}, this program reads {self.layout}")
-        query = "SELECT type, name, tbl_name, sql FROM sqlite_schema ORDER BY type, name"
-        with closing(sqlite3.connect(":memory:")) as expected:
-            expected.executescript(schema)
-            if self.db.execute(query).fetchall() != expected.execute(query).fetchall():
-                raise Damaged("the declarations of its tables are damaged")
+        if self.db.execute(_DECLARATIONS).fetchall() != _declarations(schema):
+            raise Damaged("the declarations of its tables are damaged")
 
     def _identity(self) -> tuple[int, int] | None:
         """Returns what tells the file from another one with its name; None without a file."""
@@ -217,8 +226,8 @@ class SqliteStore:
                 yield self.db
                 mark = self._stored_mark()
                 if self.db.total_changes != before:
-                    mark = mark._replace(changes=mark.changes + 1)
-                    self._store_mark(self.db, mark)
+                    mark = StoreMark(mark.identity, mark.changes + 1)
+                    self.db.execute(_SET_MARK, sealed(mark))
                 self.db.execute("COMMIT")
                 self.mark = mark
             except BaseException:
@@ -229,11 +238,6 @@ class SqliteStore:
     def _stored_mark(self) -> StoreMark:
         row = self.db.execute("SELECT identity, changes, seal FROM life").fetchone()
         return StoreMark(*unsealed(row, "the count of changes"))
-
-    @staticmethod
-    def _store_mark(db: sqlite3.Connection, mark: StoreMark) -> None:
-        db.execute("DELETE FROM life")
-        db.execute("INSERT INTO life VALUES (?, ?, ?)", sealed(mark))
 
     def read_mark(self) -> StoreMark:
         """Returns the mark now, with the changes of other processes."""
@@ -266,13 +270,13 @@ class SqliteStore:
 
     def remember(self, call: str, request_id: str, answer: Json) -> None:
         """Stores the answer to a request, within the caller's transaction."""
-        self.db.execute(
+        stored = self.db.execute(
             "INSERT INTO answers (call, request, answer, seal) VALUES (?, ?, ?, ?) ON CONFLICT DO "
-            "UPDATE SET answer = excluded.answer, seal = excluded.seal",
+            "UPDATE SET answer = excluded.answer, seal = excluded.seal RETURNING key",
             sealed((call, request_id, json.dumps(answer))),
         )
-        (newest,) = self.db.execute("SELECT MAX(key) FROM answers").fetchone()
-        if newest % _FORGET_EVERY == 0:
+        [(key,)] = stored.fetchall()
+        if key % _FORGET_EVERY == 0:
             self.db.execute(
                 "DELETE FROM answers WHERE call = :call AND key <= (SELECT key FROM answers WHERE "
                 "call = :call ORDER BY key DESC LIMIT 1 OFFSET :kept)",
@@ -290,22 +294,23 @@ class SqliteStore:
 
     # ------------------------------------------------------------ errors
 
-    @contextmanager
-    def errors(self) -> Iterator[None]:
-        """Turns errors of SQLite and of the disk into StorageFailed."""
-        try:
-            yield
-        except (sqlite3.Error, OSError, UnicodeError) as error:
-            if _is_damage(error):
-                remedy = f"check the disk; {self.restore}"
-                raise self._error(f"is damaged: {error}", remedy, code="damaged") from error
-            number = getattr(error, "sqlite_errorcode", 0)
-            raise self._error(
-                f"cannot be used, and nothing was changed: {error}",
-                _remedy(error),
-                code="disk_full" if number == sqlite3.SQLITE_FULL else None,
-                status=_STATUSES.get(number),
-            ) from error
+    def errors(self) -> "_Errors":
+        """Turns errors of SQLite and of the disk into StorageFailed, inside of a block."""
+        return _Errors(self)
+
+    def failure(self, error: Exception) -> StorageFailed:
+        """Returns what an error of SQLite or of the disk is to a caller."""
+        if _is_damage(error):
+            return self._error(
+                f"is damaged: {error}", f"check the disk; {self.restore}", code="damaged"
+            )
+        number = getattr(error, "sqlite_errorcode", 0)
+        return self._error(
+            f"cannot be used, and nothing was changed: {error}",
+            _remedy(error),
+            code="disk_full" if number == sqlite3.SQLITE_FULL else None,
+            status=_STATUSES.get(number),
+        )
 
     def _error(
         self, what: str, remedy: str, *, code: str | None, status: int | None = None
@@ -318,6 +323,22 @@ class SqliteStore:
             code=code,
             status=status,
         )
+
+
+class _Errors:
+    """The block of `SqliteStore.errors`. It is entered for every statement: one that is a generator
+    takes as long as the statement.
+    """
+
+    def __init__(self, store: SqliteStore) -> None:
+        self._store = store
+
+    def __enter__(self) -> None:
+        """Begins the block."""
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        if isinstance(error, sqlite3.Error | OSError | UnicodeError):
+            raise self._store.failure(error) from error
 
 
 def _is_damage(error: Exception) -> bool:

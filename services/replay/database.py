@@ -154,6 +154,8 @@ class Database(SqliteStore):
 
     committed: dict[str, tuple[int, int]]
     """`totals()` after the last transaction; any thread may read it."""
+    _kept: StoreMark | None = None
+    """The moment of these totals and counts."""
     _count_file: int | None = None
     """Descriptor of the count file."""
     _kept_counts = b""
@@ -263,13 +265,13 @@ class Database(SqliteStore):
     @contextmanager
     def transaction(self) -> Iterator[sqlite3.Connection]:
         """Runs a transaction, and keeps its totals and counts."""
-        before = self.mark
         with super().transaction() as db:
             yield db
-        with self.errors():
-            self.committed = self.totals()
-            if self.mark != before:
+        if self.mark != self._kept:
+            with self.errors():
+                self.committed = self.totals()
                 self._keep_counts()
+            self._kept = self.mark
 
     def counter(self, name: str) -> float:
         with self.errors():
@@ -278,7 +280,8 @@ class Database(SqliteStore):
 
     def count(self, name: str, more: int) -> None:
         """Adds to a counter, within the caller's transaction."""
-        self.set_counter(name, int(self.counter(name)) + more)
+        if more:
+            self.set_counter(name, int(self.counter(name)) + more)
 
     def set_counter(self, name: str, value: float) -> None:
         """Sets a counter, within the caller's transaction."""

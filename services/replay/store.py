@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from common import Json
 from common.errors import InvalidInput
 from common.wire.schemas import TakeRequest
 from services.http.sqlite_store import Damaged, sealed
@@ -156,10 +157,13 @@ class Store(Database):
         Raises InvalidInput when the request id already has a lease with another count or version.
         """
         with self.transaction():
-            self.expire(now)
-            if request.run_id:
-                self._end_strays(request.run_id)
-            taken = self.records(f"WHERE request_id = ? {_ORDER}", request.request_id)
+            totals = self.totals()
+            fresh, _ = totals["fresh"]
+            leased, _ = totals["leased"]
+            taken: list[tuple[int, GroupRecord]] = []
+            if leased:
+                fresh += self.expire(now, request.run_id)
+                taken = self.records(f"WHERE request_id = ? {_ORDER}", request.request_id)
             oldest = min((record.version for _, record in taken), default=0)
             if taken and (len(taken) != request.count or oldest < request.min_version):
                 raise InvalidInput(
@@ -170,25 +174,28 @@ class Store(Database):
                     remedy="use a new id for every request; only a retry of the same request "
                     "repeats its id",
                 )
+            answer = self.answer_to(_TAKE, request.request_id)
             if not taken:
-                if self.answer_to(_TAKE, request.request_id).get("answered"):
+                if answer.get("answered"):
                     return Lease([], [], self.evicted_for(request.request_id))
-                self._evict(request)
-                taken = self._first_fresh(request.count)
+                if fresh:
+                    answer = self._evict(request, answer)
+                    taken = self._first_fresh(request.count)
             if len(taken) < request.count:
                 if not ends:
                     return None
                 taken = []
             for key, record in taken:
-                leased = record._replace(
+                given = record._replace(
                     state="leased", request_id=request.request_id, lease_until=now + lease_s
                 )
-                self._change(key, leased)
-            self._answered(request.request_id)
+                self._change(key, given)
+            if not answer.get("answered"):
+                self.remember(_TAKE, request.request_id, answer | {"answered": True})
             ids = [record.id for _, record in taken]
             read = [] if request.ids_only else taken
             blobs = [self.data(key, record) for key, record in read]
-            return Lease(ids, blobs, self.evicted_for(request.request_id))
+            return Lease(ids, blobs, int(answer.get("evicted", 0)))
 
     def _first_fresh(self, count: int) -> list[tuple[int, GroupRecord]]:
         """Returns up to `count` fresh groups in the order in which they are taken."""
@@ -209,11 +216,6 @@ class Store(Database):
         """
         return int(self.answer_to(_TAKE, request_id).get("evicted", 0))
 
-    def _answered(self, request_id: str) -> None:
-        answer = self.answer_to(_TAKE, request_id)
-        if not answer.get("answered"):
-            self.remember(_TAKE, request_id, answer | {"answered": True})
-
     def next_expiry(self) -> float | None:
         """Returns the time at which the first lease ends, on the clock of `take`; None without
         leases.
@@ -223,35 +225,39 @@ class Store(Database):
             (until,) = self.db.execute(query).fetchone()
         return None if until is None else float(until)
 
-    def _evict(self, request: TakeRequest) -> None:
+    def _evict(self, request: TakeRequest, answer: Json) -> Json:
+        """Removes what is too old for a request; returns what is remembered of it then."""
         old = self.records("WHERE state = 'fresh' AND version < ?", request.min_version)
         if not old:
-            return
+            return answer
         self._remove([key for key, _ in old], "evicted")
-        answer = self.answer_to(_TAKE, request.request_id)
         evicted = len(old) + answer.get("evicted", 0)
-        self.remember(_TAKE, request.request_id, answer | {"evicted": evicted})
+        answer = answer | {"evicted": evicted}
+        self.remember(_TAKE, request.request_id, answer)
+        return answer
 
-    def expire(self, now: float) -> None:
-        """Makes groups whose lease has ended fresh again, within the caller's transaction."""
-        self._end_leases(self.records("WHERE request_id IS NOT NULL AND lease_until <= ?", now))
-
-    def _end_strays(self, run_id: str) -> None:
-        strays = self.records("WHERE request_id IS NOT NULL AND instr(request_id, ?) != 1", run_id)
-        leased = Counter(record.request_id for _, record in strays)
-        for request, count in leased.items():
-            log.warning(
-                "request %s has leased %d groups but does not belong to run %s, which gets them "
-                "back",
-                request,
-                count,
-                run_id,
-            )
-        self._end_leases(strays)
-
-    def _end_leases(self, leased: list[tuple[int, GroupRecord]]) -> None:
-        for key, record in leased:
+    def expire(self, now: float, run_id: str = "") -> int:
+        """Makes groups fresh again whose lease has ended, or does not belong to the run `run_id`,
+        within the caller's transaction. Returns how many.
+        """
+        ended = self.records(
+            "WHERE request_id IS NOT NULL AND (lease_until <= ? OR instr(request_id, ?) != 1)",
+            now,
+            run_id,
+        )
+        requests = Counter(record.request_id or "" for _, record in ended)
+        for request, count in requests.items():
+            if not request.startswith(run_id):
+                log.warning(
+                    "request %s has leased %d groups but does not belong to run %s, which gets "
+                    "them back",
+                    request,
+                    count,
+                    run_id,
+                )
+        for key, record in ended:
             self._change(key, record._replace(state="fresh", request_id=None, lease_until=None))
+        return len(ended)
 
     def ack(self, ids: list[str]) -> int:
         """Marks groups as trained on, for reuse with the largest priority seen; those that are

@@ -59,12 +59,18 @@ class Worker(OneThread):
         while True:
             seen = self._arrivals
             left = deadline - loop.time()
-            taken = await self.call_of_run(partial(self.buffer.take, ends=left <= 0), request)
+            taken, expiry = await self.call_of_run(partial(self._take, ends=left <= 0), request)
             if taken is not None:
                 return taken
-            expiry = await self.call(self.buffer.next_expiry_s)
             wait_s = left if expiry is None else min(left, expiry + 0.001)
             await self._arrival(seen, request.count, wait_s)
+
+    def _take(self, request: TakeRequest, *, ends: bool) -> tuple[Lease | None, float | None]:
+        """Takes in the thread; returns also the seconds until a lease ends, after which it may
+        succeed.
+        """
+        taken = self.buffer.take(request, ends=ends)
+        return taken, self.buffer.next_expiry_s() if taken is None else None
 
     async def _arrival(self, seen: int, count: int, timeout_s: float) -> None:
         """Waits until groups have arrived since `seen` was read and `count` are fresh, at most

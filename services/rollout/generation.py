@@ -23,7 +23,7 @@ class GenerationProbe:
         self._is_paused = is_paused
         self._pause_s = min(_LOOK_S, limit_s / 8)
         self._looked = 0.0
-        self._engine = Engines(api.http, [""])
+        self._engine = Engines(api.get, [""])
         # None while there is nothing to generate.
         self._waits: Progress | None = None
 

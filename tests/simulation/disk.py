@@ -78,6 +78,9 @@ class Disk:
         self.at_statement = lambda: None
 
 
+_execute = sqlite3.Connection.execute
+
+
 class _Connection(sqlite3.Connection):
     """A connection to a database on a disk."""
 
@@ -85,7 +88,7 @@ class _Connection(sqlite3.Connection):
 
     def execute(self, statement: str, *parameters: Any) -> sqlite3.Cursor:
         self.before(statement)
-        return super().execute(statement, *parameters)
+        return _execute(self, statement, *parameters)
 
     def executemany(self, statement: str, *parameters: Any) -> sqlite3.Cursor:
         self.before(statement)

@@ -222,8 +222,10 @@ class Node:
             task = self.run(self._checked(partial(self.app.answer, call), answered))
         else:
             raise httpx.ReadError("the connection broke")
+        ended = self._loop.create_future()
+        task.add_done_callback(lambda _: ended.done() or ended.set_result(None))
         try:
-            await asyncio.wait({task})
+            await ended
         except asyncio.CancelledError:
             connection.end(taken=False)  # the client has left
             raise

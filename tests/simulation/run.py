@@ -36,7 +36,8 @@ def in_memory() -> "tempfile.TemporaryDirectory[str]":
 def simulate(seed: int, directory: Path, scene: str = "groups") -> Scene:
     """Runs a seed. Raises Violation, or whatever ends the run, with the story in its notes."""
     disabled = logging.root.manager.disable
-    logging.disable(logging.CRITICAL)
+    if disabled < logging.CRITICAL:
+        logging.disable(logging.CRITICAL)
     try:
         with simulated(seed) as loop:
             run = SCENES[scene](seed, directory, loop)
@@ -51,7 +52,8 @@ def simulate(seed: int, directory: Path, scene: str = "groups") -> Scene:
                     loop.end_tasks()
             return run
     finally:
-        logging.disable(disabled)
+        if disabled < logging.CRITICAL:
+            logging.disable(disabled)
         _forget_routes()
 
 

@@ -16,12 +16,13 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from types import CodeType
+from types import CodeType, FunctionType
 from typing import Any
 from unittest.mock import patch
 
 import anyio.to_thread
 import fastapi.routing
+from fastapi.dependencies import models
 
 _EPOCH_S = 1.7e9
 _THREAD_S = 0.002
@@ -44,6 +45,31 @@ def _populated(route: Any, path: str, endpoint: Any, **options: Any) -> None:
     route.dependant = dataclasses.replace(known["dependant"], call=endpoint)
 
 
+def _by_code(classify: Any) -> Callable[[Any], bool]:
+    """Returns what FastAPI finds out about a function, such as whether it is a coroutine's, once for
+    each source: every start of a service has functions of its own.
+    """
+    known: dict[CodeType, bool] = {}
+
+    def found(identity: Any) -> bool:
+        function = identity.call
+        if not isinstance(function, FunctionType) or hasattr(function, "__wrapped__"):
+            return bool(classify(identity))
+        if function.__code__ not in known:
+            known[function.__code__] = classify(identity)
+        return known[function.__code__]
+
+    return found
+
+
+_KINDS = {
+    name: _by_code(getattr(models, name))
+    for name in (
+        "_is_coroutine_callable_cached",
+        "_is_gen_callable_cached",
+        "_is_async_gen_callable_cached",
+    )
+}
 process: ContextVar[str] = ContextVar("process", default="")
 """The simulated process to which the code that runs belongs; "" is the trainer's."""
 
@@ -73,6 +99,34 @@ class _NoSockets(selectors.BaseSelector):
         return []
 
 
+class _Handle(asyncio.Handle):
+    """A call that is scheduled, without what asyncio keeps of it for debugging: three of its methods
+    in Python for every call.
+    """
+
+    __slots__ = ()
+
+    def __init__(
+        self,
+        callback: Any,
+        arguments: tuple[Any, ...],
+        loop: asyncio.AbstractEventLoop,
+        context: contextvars.Context | None,
+    ) -> None:
+        self._callback = callback
+        self._args = arguments
+        self._loop = loop
+        self._context = contextvars.copy_context() if context is None else context
+        self._cancelled = False
+        self._repr = None
+        self._source_traceback = None
+
+    def cancel(self) -> None:
+        self._cancelled = True
+        self._callback = None
+        self._args = ()
+
+
 class VirtualLoop(asyncio.SelectorEventLoop):
     """An event loop that jumps to the next event. Threads are calls in the loop, a moment later."""
 
@@ -85,7 +139,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         """The process of every task. asyncio alone would let those be collected that only wait."""
         self._stopped: dict[str, list[asyncio.Handle]] = {}
         """What stopped processes do when they go on."""
-        self._timers: list[tuple[float, int, asyncio.TimerHandle]] = []
+        self._timers: list[tuple[float, int, _Handle]] = []
         """A heap, whose ties are in the order in which they began."""
         self._numbers = itertools.count()
         self._ready: collections.deque[asyncio.Handle]
@@ -98,8 +152,8 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         callback: Any,
         *arguments: Any,
         context: contextvars.Context | None = None,
-    ) -> asyncio.TimerHandle:
-        timer = asyncio.TimerHandle(when, callback, arguments, self, context)
+    ) -> asyncio.Handle:
+        timer = _Handle(callback, arguments, self, context)
         heapq.heappush(self._timers, (when, next(self._numbers), timer))
         return timer
 
@@ -109,7 +163,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         callback: Any,
         *arguments: Any,
         context: contextvars.Context | None = None,
-    ) -> asyncio.TimerHandle:
+    ) -> asyncio.Handle:
         return self.call_at(self.now + delay, callback, *arguments, context=context)
 
     def _run_once(self) -> None:
@@ -166,10 +220,10 @@ class VirtualLoop(asyncio.SelectorEventLoop):
             owner = process.get() if context is None else context.get(process, "")
             waiting = self._stopped.get(owner)
             if waiting is not None:
-                handle = asyncio.Handle(callback, arguments, self, context)
+                handle = _Handle(callback, arguments, self, context)
                 waiting.append(handle)
                 return handle
-        handle = asyncio.Handle(callback, arguments, self, context)
+        handle = _Handle(callback, arguments, self, context)
         self._ready.append(handle)
         return handle
 
@@ -240,6 +294,7 @@ def simulated(seed: int) -> Iterator[VirtualLoop]:
         patch.object(secrets, "randbits", lambda _: next(ids)),
         patch.object(anyio.to_thread, "run_sync", in_thread),
         patch.object(fastapi.routing, "_populate_api_route_state", _populated),
+        patch.multiple(models, **_KINDS),
         # Only for messages; it reads the source of every endpoint.
         patch.object(fastapi.routing, "_extract_endpoint_context", lambda _: {}),
     ):

@@ -65,7 +65,7 @@ class ServersClient(RolloutClient):
         self, urls: Sequence[str], check: Callable[[], None] = lambda: None, **options: Any
     ) -> None:
         super().__init__("rollout-server", urls[0], **options)
-        self.engines = Engines(self.http, [url.rstrip("/") for url in urls])
+        self.engines = Engines(self.get, [url.rstrip("/") for url in urls])
         self._servers = [_Server(Client("rollout-server", url)) for url in urls]
         self._check = check
 

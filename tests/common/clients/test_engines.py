@@ -43,9 +43,7 @@ def engines_that(answer: Callable[[httpx.Request], Any], urls: list[str]) -> Eng
             return httpx.Response(200, json={"workers": workers})
         return httpx.Response(200, json={"loads": answer(request)})
 
-    return Engines(
-        httpx.AsyncClient(base_url="http://router", transport=httpx.MockTransport(respond))
-    )
+    return Engines(Client("router", "http://router", transport=httpx.MockTransport(respond)).get)
 
 
 @pytest.mark.parametrize(
@@ -178,7 +176,7 @@ async def test_groups_that_end_make_room_without_another_look() -> None:
 
 async def test_groups_do_not_wait_for_servers_that_do_not_say_what_they_do() -> None:
     transport = httpx.MockTransport(lambda _: httpx.Response(404, json={"detail": "no"}))
-    room = EngineRoom(Engines(httpx.AsyncClient(base_url="http://x", transport=transport)))
+    room = EngineRoom(Engines(Client("router", "http://x", transport=transport).get))
     async with asyncio.timeout(300):
         for _ in range(1000):
             async with room.enter(16):
