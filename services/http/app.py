@@ -16,7 +16,6 @@ from contextlib import (
     asynccontextmanager,
     nullcontext,
 )
-from functools import cached_property
 from typing import Any
 
 import uvicorn
@@ -36,7 +35,7 @@ from common.process.security import check_certificate, is_loopback, tls, token
 from common.wire import codec
 from services.http.admission import BODIES_AT_ONCE, Admission, CallerAuth, Load
 from services.http.connections import BoundedConnection
-from services.http.errors import add_error_handlers, answer_error, is_crash
+from services.http.errors import add_error_handlers, answer_error
 from services.http.going_back import GoingBack
 from services.http.openapi import EVERYWHERE, described, errors
 from services.http.sqlite_store import SqliteStore
@@ -55,6 +54,7 @@ _ACCEPTING = 100
 _ROUNDS = 16
 """More rounds of the event loop than lie between the acceptance of a connection and the first line
 of its handler."""
+_STACKS = ("fastapi_middleware_astack", "fastapi_inner_astack", "fastapi_function_astack")
 Hook = Callable[[], object] | Callable[[], Awaitable[object]]
 _HEALTH = {
     "type": "object",
@@ -72,74 +72,45 @@ _HEALTH = {
 class Service(FastAPI):
     """An app behind the middleware that all services share, which is outside of FastAPI's.
 
-    Routes without parameters in their paths, and bare ones, are served right behind it. What
-    FastAPI and Starlette have between there and a handler takes longer than a small handler
-    (`python -m benchmarks.agents calls`).
+    Its routes are served right behind it: what FastAPI and Starlette have between there and a
+    handler takes longer than a small handler (`python -m benchmarks.agents calls`). They get the
+    rest: errors of routing, and the pages about the calls.
     """
 
     entrance: ASGIApp
     """The outermost middleware."""
-    bare_routes: list[APIRoute]
 
     def add_bare_route(
-        self, path: str, handler: Callable[..., Awaitable[Response]], **options: Any
+        self, path: str, handler: Callable[..., Coroutine[Any, Any, Response]], **options: Any
     ) -> None:
         """Adds a POST whose function gets the request and the path parameters as texts, and returns
         the response: nothing is validated or converted.
         """
         responses = {**self.router.responses, **options.pop("responses", {})}
-        route = APIRoute(path, handler, methods=["POST"], responses=responses, **options)
-        self.router.routes.append(route)  # for /openapi.json, and for other methods
-        self.bare_routes.append(route)
-
-    @cached_property
-    def _plain_routes(self) -> "dict[tuple[str, str], _JsonRoute]":
-        """Routes without parameters, by method and path. No route is added after the first
-        request.
-        """
-        return {
-            (method, route.path): route
-            for route in self.router.routes
-            if isinstance(route, _JsonRoute) and not route.param_convertors
-            for method in route.methods
-        }
+        route = _JsonRoute(path, handler, methods=["POST"], responses=responses, **options)
+        route.answer = lambda request: handler(request=request, **request.path_params)
+        self.router.routes.append(route)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await self.entrance(scope, receive, send)
 
     async def serve(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serves what the middleware let in."""
-        answering = self._found(scope, receive) if scope["type"] == "http" else None
-        if answering is None:
-            await super().__call__(scope, receive, send)
-            return
-        request = Request(scope, receive)
-        crash: Exception | None = None
-        try:
-            response = await answering
-        except Exception as error:
-            response = await answer_error(request, error)
-            crash = error if is_crash(error) else None
-        await response(scope, receive, send)
-        if crash is not None:
-            raise crash  # as Starlette does: whoever runs the app sees it too
-
-    def _found(self, scope: Scope, receive: Receive) -> Awaitable[Response] | None:
-        """Returns what answers a request, if it is a bare route or one without parameters."""
-        plain = self._plain_routes.get((scope["method"], scope["path"]))
-        if plain is not None:
-            scope.update(app=self, route=plain, path_params={})
-            return plain.answer(_JsonRequest(scope, receive))
-        if scope["method"] == "POST":
-            for route in self.bare_routes:
-                match = route.path_regex.match(scope["path"])
-                if match is not None:
-                    scope.update(app=self, route=route)
-                    answer: Awaitable[Response] = route.endpoint(
-                        request=Request(scope, receive), **match.groupdict()
-                    )
-                    return answer
-        return None
+        for route in self.router.routes if scope["type"] == "http" else ():
+            if not isinstance(route, _JsonRoute) or scope["method"] not in route.methods:
+                continue
+            if match := route.path_regex.match(scope["path"]):
+                # Where FastAPI puts what a dependency leaves to be closed, as none of ours does.
+                scope.update(dict.fromkeys(_STACKS, AsyncExitStack()))
+                scope.update(app=self, route=route, path_params=match.groupdict())
+                request = _JsonRequest(scope, receive)
+                try:
+                    response = await route.answer(request)
+                except Exception as error:
+                    response = await answer_error(request, error)
+                await response(scope, receive, send)
+                return
+        await super().__call__(scope, receive, send)
 
 
 def create_app(
@@ -195,7 +166,6 @@ def create_app(
         # than the router.
         telemetry={"tracing": False, "metrics": False, "logs": False},
     )
-    app.bare_routes = []
     app.router.route_class = _JsonRoute
     app.state.draining = asyncio.Event()
     app.state.metrics = metrics
@@ -252,33 +222,21 @@ def create_app(
 
 
 class _JsonRequest(Request):
+    """A request whose JSON body is bounded (`common.wire.codec.parse_json`)."""
+
     async def json(self) -> Any:
         return await read_json(self)
 
 
 class _JsonRoute(APIRoute):
-    """A route whose JSON body is bounded (`common.wire.codec.parse_json`)."""
+    """A route of a service, which serves it itself."""
 
-    _handler: Callable[[Request], Coroutine[Any, Any, Response]]
+    methods: set[str]
+    answer: Callable[[Request], Coroutine[Any, Any, Response]]
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        handler = super().get_route_handler()
-        self._handler = handler
-
-        async def handle(request: Request) -> Response:
-            return await handler(_JsonRequest(request.scope, request.receive))
-
-        return handle
-
-    async def answer(self, request: "_JsonRequest") -> Response:
-        """Answers a request that did not come through FastAPI. No service has dependencies that
-        must be closed after the response.
-        """
-        async with AsyncExitStack() as stack:
-            request.scope["fastapi_middleware_astack"] = stack
-            request.scope["fastapi_inner_astack"] = stack
-            request.scope["fastapi_function_astack"] = stack
-            return await self._handler(request)
+        self.answer = super().get_route_handler()
+        return self.answer
 
 
 async def read_json(request: Request) -> Any:
@@ -362,8 +320,9 @@ async def serving_also(port: int, sock: socket.socket) -> AsyncIterator[None]:
     def connect() -> BoundedConnection:
         return BoundedConnection(server.config, server.server_state, server.lifespan.state)
 
-    loop = asyncio.get_running_loop()
-    other = await loop.create_server(connect, sock=sock, ssl=server.config.ssl)
+    other = await asyncio.get_running_loop().create_server(
+        connect, sock=sock, ssl=server.config.ssl
+    )
     server.listening.add(sock)
     try:
         yield
@@ -416,8 +375,7 @@ async def serving(app: FastAPI, sock: socket.socket) -> AsyncIterator[None]:
     """Serves an app and runs its lifespan in the caller's event loop. Raises NotReady when the
     lifespan fails.
     """
-    host, port = sock.getsockname()
-    server = Server(app, host, port)
+    server = Server(app, *sock.getsockname())
 
     async def until_its_end() -> None:
         # Uvicorn's reaction to a lifespan that fails would end the caller's loop.

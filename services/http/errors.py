@@ -25,12 +25,8 @@ def add_error_handlers(app: FastAPI) -> None:
 
 async def answer_error(request: Request, error: Exception) -> JSONResponse:
     """Returns the response to an error, for a handler that FastAPI does not call."""
-    return await _handler_of(error)(request, error)
-
-
-def is_crash(error: Exception) -> bool:
-    """Whether only a mistake in the service explains an error of a handler."""
-    return _handler_of(error) is _on_crash
+    handle = next(each for kind, each in _HANDLERS.items() if isinstance(error, kind))
+    return await handle(request, error)
 
 
 def error_response(error: ServiceError, scope: Scope) -> JSONResponse:
@@ -53,8 +49,12 @@ async def _on_validation_error(request: Request, error: Exception) -> JSONRespon
     if first["type"] == "too_long":
         limit = first["ctx"]["max_length"]
         found = first["ctx"]["actual_length"]
-        message = f"the list has more than {limit} items"
-        too_long = TooLarge(message, field=where, value=found, remedy="send fewer")
+        too_long = TooLarge(
+            f"the list has more than {limit} items",
+            field=where,
+            value=found,
+            remedy="send fewer",
+        )
         return error_response(too_long, request.scope)
 
     wrong = InvalidInput(
@@ -98,8 +98,7 @@ async def _on_crash(request: Request, error: Exception) -> JSONResponse:
     return error_response(crash, request.scope)
 
 
-_Handler = Callable[[Request, Exception], Awaitable[JSONResponse]]
-_HANDLERS: dict[type[Exception], _Handler] = {
+_HANDLERS: dict[type[Exception], Callable[[Request, Exception], Awaitable[JSONResponse]]] = {
     ServiceError: _on_service_error,
     RequestValidationError: _on_validation_error,
     HTTPException: _on_http_error,
@@ -107,7 +106,3 @@ _HANDLERS: dict[type[Exception], _Handler] = {
     Exception: _on_crash,
 }
 """By kind of error, the special ones first."""
-
-
-def _handler_of(error: Exception) -> _Handler:
-    return next(handle for kind, handle in _HANDLERS.items() if isinstance(error, kind))

@@ -2,14 +2,13 @@
 
 import asyncio
 
+from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from common.errors import Conflict, ServiceError
 from common.wire.headers import STORE_HEADER, StoreMark
 from services.http.errors import error_response
 from services.http.sqlite_store import SqliteStore
-
-_HEADER = STORE_HEADER.encode()
 
 
 class GoingBack:
@@ -29,11 +28,10 @@ class GoingBack:
 
         async def marked(message: Message) -> None:
             if message["type"] == "http.response.start":
-                message["headers"] = [*message["headers"], (_HEADER, str(store.mark).encode())]
+                MutableHeaders(scope=message)[STORE_HEADER] = str(store.mark)
             await send(message)
 
-        sent = (value for name, value in scope["headers"] if name == _HEADER)
-        seen = StoreMark.parse(next(sent, b"").decode("latin-1"))
+        seen = StoreMark.parse(Headers(scope=scope).get(STORE_HEADER, ""))
         mark = store.mark
         if mark.is_behind(seen):
             try:

@@ -43,7 +43,6 @@ REMEMBERED_REQUESTS = 10_000
 """Answers to each call that are kept, for retries and for copies that arrive late."""
 _FORGET_EVERY = 100
 _DECLARATIONS = "SELECT type, name, tbl_name, sql FROM sqlite_schema ORDER BY type, name"
-_SET_MARK = "UPDATE life SET identity = ?, changes = ?, seal = ?"
 _STATUSES = {sqlite3.SQLITE_FULL: 507, sqlite3.SQLITE_BUSY: 503}
 """Errors after which the client tries again."""
 
@@ -52,8 +51,7 @@ _STATUSES = {sqlite3.SQLITE_FULL: 507, sqlite3.SQLITE_BUSY: 503}
 def _declarations(schema: str) -> list[tuple[str, ...]]:
     """Returns what a file with this schema answers to `_DECLARATIONS`."""
     with closing(sqlite3.connect(":memory:")) as db:
-        db.executescript(schema)
-        return db.execute(_DECLARATIONS).fetchall()
+        return db.executescript(schema).execute(_DECLARATIONS).fetchall()
 
 
 def sum_of(content: object) -> int:
@@ -159,8 +157,7 @@ class SqliteStore:
         with closing(self._connect(unnamed)) as db:
             # One transaction: each declaration alone would be synced.
             db.executescript(f"BEGIN; {schema}")
-            first = StoreMark(secrets.randbits(52), 0)
-            db.execute("INSERT INTO life VALUES (?, ?, ?)", sealed(first))
+            db.execute("INSERT INTO life VALUES (?, ?, ?)", sealed((secrets.randbits(52), 0)))
             self.fill(db)
             db.execute(f"PRAGMA user_version = {self.layout}")
             db.execute("COMMIT")
@@ -227,7 +224,9 @@ class SqliteStore:
                 mark = self._stored_mark()
                 if self.db.total_changes != before:
                     mark = StoreMark(mark.identity, mark.changes + 1)
-                    self.db.execute(_SET_MARK, sealed(mark))
+                    self.db.execute(
+                        "UPDATE life SET identity = ?, changes = ?, seal = ?", sealed(mark)
+                    )
                 self.db.execute("COMMIT")
                 self.mark = mark
             except BaseException:
@@ -270,12 +269,11 @@ class SqliteStore:
 
     def remember(self, call: str, request_id: str, answer: Json) -> None:
         """Stores the answer to a request, within the caller's transaction."""
-        stored = self.db.execute(
+        [(key,)] = self.db.execute(
             "INSERT INTO answers (call, request, answer, seal) VALUES (?, ?, ?, ?) ON CONFLICT DO "
             "UPDATE SET answer = excluded.answer, seal = excluded.seal RETURNING key",
             sealed((call, request_id, json.dumps(answer))),
-        )
-        [(key,)] = stored.fetchall()
+        ).fetchall()
         if key % _FORGET_EVERY == 0:
             self.db.execute(
                 "DELETE FROM answers WHERE call = :call AND key <= (SELECT key FROM answers WHERE "
@@ -294,23 +292,22 @@ class SqliteStore:
 
     # ------------------------------------------------------------ errors
 
-    def errors(self) -> "_Errors":
-        """Turns errors of SQLite and of the disk into StorageFailed, inside of a block."""
-        return _Errors(self)
-
-    def failure(self, error: Exception) -> StorageFailed:
-        """Returns what an error of SQLite or of the disk is to a caller."""
-        if _is_damage(error):
-            return self._error(
-                f"is damaged: {error}", f"check the disk; {self.restore}", code="damaged"
-            )
-        number = getattr(error, "sqlite_errorcode", 0)
-        return self._error(
-            f"cannot be used, and nothing was changed: {error}",
-            _remedy(error),
-            code="disk_full" if number == sqlite3.SQLITE_FULL else None,
-            status=_STATUSES.get(number),
-        )
+    @contextmanager
+    def errors(self) -> Iterator[None]:
+        """Turns errors of SQLite and of the disk into StorageFailed."""
+        try:
+            yield
+        except (sqlite3.Error, OSError, UnicodeError) as error:
+            if _is_damage(error):
+                remedy = f"check the disk; {self.restore}"
+                raise self._error(f"is damaged: {error}", remedy, code="damaged") from error
+            number = getattr(error, "sqlite_errorcode", 0)
+            raise self._error(
+                f"cannot be used, and nothing was changed: {error}",
+                _remedy(error),
+                code="disk_full" if number == sqlite3.SQLITE_FULL else None,
+                status=_STATUSES.get(number),
+            ) from error
 
     def _error(
         self, what: str, remedy: str, *, code: str | None, status: int | None = None
@@ -323,22 +320,6 @@ class SqliteStore:
             code=code,
             status=status,
         )
-
-
-class _Errors:
-    """The block of `SqliteStore.errors`. It is entered for every statement: one that is a generator
-    takes as long as the statement.
-    """
-
-    def __init__(self, store: SqliteStore) -> None:
-        self._store = store
-
-    def __enter__(self) -> None:
-        """Begins the block."""
-
-    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
-        if isinstance(error, sqlite3.Error | OSError | UnicodeError):
-            raise self._store.failure(error) from error
 
 
 def _is_damage(error: Exception) -> bool:

@@ -16,11 +16,13 @@ from urllib.parse import parse_qsl, unquote
 import httpx
 import orjson
 from starlette.requests import ClientDisconnect
+from starlette.responses import JSONResponse
 
 from common.clients import base
 from common.clients.network import Network, Reply, Sent
 from common.errors import ConfigError
 from services.http.delivery import Delivery
+from services.http.errors import _HANDLERS
 from tests.simulation.disk import Disk
 from tests.simulation.virtual_time import VirtualLoop, process
 
@@ -223,7 +225,12 @@ class Node:
         else:
             raise httpx.ReadError("the connection broke")
         ended = self._loop.create_future()
-        task.add_done_callback(lambda _: ended.done() or ended.set_result(None))
+
+        def end(_: object) -> None:
+            if not ended.done():
+                ended.set_result(None)
+
+        task.add_done_callback(end)
         try:
             await ended
         except asyncio.CancelledError:
@@ -421,8 +428,21 @@ class Net:
 
     @contextlib.contextmanager
     def joined(self) -> Iterator[None]:
-        """Inside the block, the clients that are made are those of this network."""
-        with patch.object(base, "Network", lambda: Wire(self)):
+        """Inside the block, the clients that are made are those of this network, and services answer
+        a handler's mistake to it.
+        """
+
+        async def on_crash(request: Any, error: Exception) -> JSONResponse:
+            node = self.named(process.get())
+            assert node is not None
+            node.errors.append(error)
+            return await answer_crash(request, error)
+
+        answer_crash = _HANDLERS[Exception]
+        with (
+            patch.object(base, "Network", lambda: Wire(self)),
+            patch.dict(_HANDLERS, {Exception: on_crash}),
+        ):
             yield
 
 

@@ -62,7 +62,7 @@ def _by_code(classify: Any) -> Callable[[Any], bool]:
     return found
 
 
-_KINDS = {
+_KINDS: dict[str, Any] = {
     name: _by_code(getattr(models, name))
     for name in (
         "_is_coroutine_callable_cached",
