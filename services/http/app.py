@@ -10,12 +10,7 @@ import select
 import signal
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
-from contextlib import (
-    AbstractAsyncContextManager,
-    AsyncExitStack,
-    asynccontextmanager,
-    nullcontext,
-)
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from typing import Any
 
 import uvicorn
@@ -54,7 +49,6 @@ _ACCEPTING = 100
 _ROUNDS = 16
 """More rounds of the event loop than lie between the acceptance of a connection and the first line
 of its handler."""
-_STACKS = ("fastapi_middleware_astack", "fastapi_inner_astack", "fastapi_function_astack")
 Hook = Callable[[], object] | Callable[[], Awaitable[object]]
 _HEALTH = {
     "type": "object",
@@ -72,44 +66,42 @@ _HEALTH = {
 class Service(FastAPI):
     """An app behind the middleware that all services share, which is outside of FastAPI's.
 
-    Its routes are served right behind it: what FastAPI and Starlette have between there and a
-    handler takes longer than a small handler (`python -m benchmarks.agents calls`). They get the
-    rest: errors of routing, and the pages about the calls.
+    Bare routes are served right behind it. What FastAPI and Starlette have between there and a
+    handler takes longer than a small handler (`python -m benchmarks.agents calls`).
     """
 
     entrance: ASGIApp
     """The outermost middleware."""
+    bare_routes: list[APIRoute]
 
     def add_bare_route(
-        self, path: str, handler: Callable[..., Coroutine[Any, Any, Response]], **options: Any
+        self, path: str, handler: Callable[..., Awaitable[Response]], **options: Any
     ) -> None:
         """Adds a POST whose function gets the request and the path parameters as texts, and returns
         the response: nothing is validated or converted.
         """
         responses = {**self.router.responses, **options.pop("responses", {})}
-        route = _JsonRoute(path, handler, methods=["POST"], responses=responses, **options)
-        route.answer = lambda request: handler(request=request, **request.path_params)
-        self.router.routes.append(route)
+        route = APIRoute(path, handler, methods=["POST"], responses=responses, **options)
+        self.router.routes.append(route)  # for /openapi.json, and for other methods
+        self.bare_routes.append(route)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await self.entrance(scope, receive, send)
 
     async def serve(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serves what the middleware let in."""
-        for route in self.router.routes if scope["type"] == "http" else ():
-            if not isinstance(route, _JsonRoute) or scope["method"] not in route.methods:
-                continue
-            if match := route.path_regex.match(scope["path"]):
-                # Where FastAPI puts what a dependency leaves to be closed, as none of ours does.
-                scope.update(dict.fromkeys(_STACKS, AsyncExitStack()))
-                scope.update(app=self, route=route, path_params=match.groupdict())
-                request = _JsonRequest(scope, receive)
-                try:
-                    response = await route.answer(request)
-                except Exception as error:
-                    response = await answer_error(request, error)
-                await response(scope, receive, send)
-                return
+        if scope["type"] == "http" and scope["method"] == "POST":
+            for route in self.bare_routes:
+                match = route.path_regex.match(scope["path"])
+                if match is not None:
+                    scope.update(app=self, route=route)
+                    request = Request(scope, receive)
+                    try:
+                        response = await route.endpoint(request=request, **match.groupdict())
+                    except Exception as error:
+                        response = await answer_error(request, error)
+                    await response(scope, receive, send)
+                    return
         await super().__call__(scope, receive, send)
 
 
@@ -166,6 +158,7 @@ def create_app(
         # than the router.
         telemetry={"tracing": False, "metrics": False, "logs": False},
     )
+    app.bare_routes = []
     app.router.route_class = _JsonRoute
     app.state.draining = asyncio.Event()
     app.state.metrics = metrics
@@ -222,21 +215,20 @@ def create_app(
 
 
 class _JsonRequest(Request):
-    """A request whose JSON body is bounded (`common.wire.codec.parse_json`)."""
-
     async def json(self) -> Any:
         return await read_json(self)
 
 
 class _JsonRoute(APIRoute):
-    """A route of a service, which serves it itself."""
-
-    methods: set[str]
-    answer: Callable[[Request], Coroutine[Any, Any, Response]]
+    """A route whose JSON body is bounded (`common.wire.codec.parse_json`)."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        self.answer = super().get_route_handler()
-        return self.answer
+        handler = super().get_route_handler()
+
+        async def handle(request: Request) -> Response:
+            return await handler(_JsonRequest(request.scope, request.receive))
+
+        return handle
 
 
 async def read_json(request: Request) -> Any:
@@ -320,9 +312,8 @@ async def serving_also(port: int, sock: socket.socket) -> AsyncIterator[None]:
     def connect() -> BoundedConnection:
         return BoundedConnection(server.config, server.server_state, server.lifespan.state)
 
-    other = await asyncio.get_running_loop().create_server(
-        connect, sock=sock, ssl=server.config.ssl
-    )
+    loop = asyncio.get_running_loop()
+    other = await loop.create_server(connect, sock=sock, ssl=server.config.ssl)
     server.listening.add(sock)
     try:
         yield
@@ -375,7 +366,8 @@ async def serving(app: FastAPI, sock: socket.socket) -> AsyncIterator[None]:
     """Serves an app and runs its lifespan in the caller's event loop. Raises NotReady when the
     lifespan fails.
     """
-    server = Server(app, *sock.getsockname())
+    host, port = sock.getsockname()
+    server = Server(app, host, port)
 
     async def until_its_end() -> None:
         # Uvicorn's reaction to a lifespan that fails would end the caller's loop.
