@@ -31,7 +31,7 @@ from typing import Literal
 
 from pydantic import BaseModel
 
-from common.errors import shorten
+from common.errors import ServiceError, shorten
 from common.process import progress, watchdog
 from common.process.logs import event
 from common.process.progress import Progress
@@ -180,7 +180,8 @@ class Liveness:
         elif value is not None:
             goodbye.how = "failed"
             goodbye.reason = shorten(f"{type(value).__name__}: {value}".partition("\n")[0])
-            goodbye.code = getattr(value, "code", type(value).__name__)
+            # Others have a code, too: that of a SystemExit is a number.
+            goodbye.code = value.code if isinstance(value, ServiceError) else type(value).__name__
         if self._ranks.is_rank_zero:
             # A rank that joins late would find the connection closed, and take this one for lost.
             self._all_joined.wait(self._lost_after_s)

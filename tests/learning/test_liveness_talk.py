@@ -207,6 +207,7 @@ def test_ranks_that_are_done_end_nobody_and_say_before_where_they_are(
     [
         (ServiceError("no room", code="no_room"), "failed", "no_room"),
         (ValueError("wrong"), "failed", "ValueError"),
+        (SystemExit(3), "failed", "SystemExit"),
         (KeyboardInterrupt(), "stopped", ""),
     ],
 )
