@@ -104,6 +104,29 @@ def test_every_problem_of_every_service_has_a_name(service: str, problem: Proble
     assert catalogue.fault_of_service("rollout-server", problem) == of_router
 
 
+@pytest.mark.parametrize("service", TASKS)
+def test_who_is_silent_hangs_and_who_refuses_has_died(service: str) -> None:
+    task = service.removesuffix("-1")
+    words = {
+        "rollout-server": ("An agent hangs", "A rollout node dies"),
+        "router": ("An engine or the router hangs", "The router dies"),
+        "engine": ("An engine or the router hangs", "An engine dies"),
+        "environment-server": ("Environment-server dies or hangs",) * 2,
+    }
+    services = "Data-server, reward-server or replay-buffer hangs"
+    hangs, dies = words.get(task, (services, f"{task.capitalize()} dies"))
+    assert catalogue.fault_of_service(service, "silent").startswith(hangs)
+    assert catalogue.fault_of_service(service, "refused").startswith(dies)
+
+    is_engine = task in ("router", "engine")
+    lost = "The engine of a run in one process dies" if is_engine else "A service cannot start"
+    assert catalogue.fault_of_service(service, "lost").startswith(lost)
+    is_node = task == "rollout-server"
+    disk = catalogue.DISK_OF_NODE if is_node else catalogue.DISK_OF_SERVICE
+    assert catalogue.fault_of_service(service, "disk_full") is disk
+    assert catalogue.fault_of_service(service, "unauthorized") is catalogue.WRONG_TOKEN
+
+
 @pytest.mark.parametrize(
     "setting",
     sorted(

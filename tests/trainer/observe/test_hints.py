@@ -8,6 +8,7 @@ import pytest
 
 from common.settings.config import Config
 from tests.support.paths import ROOT
+from trainer.observe.catalogue import HINTS
 from trainer.observe.hints import FIRST, WINDOW, hints, remember
 from trainer.observe.run_dir import read_lines
 
@@ -116,6 +117,18 @@ def test_without_verdicts_hints_look_at_the_reward() -> None:
         for i in range(WINDOW)
     ]
     assert hints(history(*rising), config()) == {}
+
+
+@pytest.mark.parametrize("rises", [True, False])
+@pytest.mark.parametrize("share", [0.4, 0.99])
+def test_cut_answers_without_verdicts_are_harmless_while_the_reward_rises_and_some_end(
+    rises: bool, share: float
+) -> None:
+    unrated = {"accuracy": None, "solved_groups": None, "failed_groups": None, "truncated": share}
+    found = hints(history(*[unrated | {"reward": 0.05 * i * rises} for i in range(10)]), config())
+    assert ("truncated" in found) == (not rises or share > 0.9)
+    if "truncated" in found:
+        assert ("the reward does not rise" in found["truncated"]) == (not rises)
 
 
 def test_copies_are_no_fault_while_the_groups_still_teach() -> None:
@@ -434,6 +447,32 @@ def test_a_reward_function_that_never_tells_answers_apart_is_named_among_several
     assert "since the first step: tagged (0)" in only("dead_reward", lines)
     learned = [HEALTHY | {"rewards": {"math": 0.1, "tagged": 0.9}}, *lines[1:]]
     assert hints(learned, config()) == {}
+
+
+@pytest.mark.parametrize("functions", [1, 2, 3])
+def test_one_of_two_reward_functions_that_never_changes_is_named(functions: int) -> None:
+    """A single one makes all groups equal, which another hint says."""
+    lines = []
+    for step, line in enumerate(history({})):
+        changing = {f"changing{number}": step / 40 for number in range(functions - 1)}
+        lines.append(line | {"rewards": {"still": 0.25, **changing}})
+    found = hints(lines, config())
+    assert ("dead_reward" in found) == (functions > 1)
+    if functions > 1:
+        assert "still (0.25)" in found["dead_reward"]
+        assert "changing" not in found["dead_reward"]
+
+
+@pytest.mark.parametrize("began", [0.0, 0.2, 0.6, 0.9])
+@pytest.mark.parametrize("now", [0.0, 0.5, 0.95, 1.0])
+def test_answers_fall_apart_when_more_of_them_have_no_end_than_in_the_first_step(
+    began: float, now: float
+) -> None:
+    whole = HEALTHY | {"reward": 0.5, "accuracy": 0.5, "truncated": began, "unparsable": 0.0}
+    broken = whole | {"reward": 0.0, "accuracy": 0.0, "truncated": 0.0, "unparsable": now}
+    lines = [whole, broken, broken, broken]
+    is_broken = now - began >= HINTS["policy_breaks"].limit
+    assert ("policy_breaks" in hints(lines, config())) == is_broken
 
 
 def test_shorter_answers_that_are_right_more_often_are_no_problem() -> None:

@@ -1,6 +1,7 @@
 """What a run keeps beside its steps: the problems that a program gave it, and texts of groups."""
 
 import json
+import math
 import random
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,13 +11,25 @@ import numpy as np
 import pytest
 
 from common.errors import ConfigError
+from common.process.storage import StorageFailed
 from common.settings.config import Config
 from common.wire.schemas import Prompt
+from tests.support.batches.groups import make_group
 from trainer.observe.alarms import refused_calls
+from trainer.observe.audit import AuditRecord
 from trainer.observe.catalogue import ALARMS, FAULTS, Fault
+from trainer.observe.duplicate_answers import duplicate_answers
 from trainer.observe.group_files import CompletionText, GroupTexts, _mean
 from trainer.observe.jsonl import JsonlReader, parsed
 from trainer.observe.problems import Problems, keep_problems, kept_problems
+from trainer.observe.run_dir import (
+    append_line,
+    changed,
+    is_run,
+    known_settings,
+    read_settings,
+    reward_names,
+)
 from trainer.observe.run_log import _trained
 
 
@@ -91,6 +104,100 @@ def test_an_episode_has_one_answer_and_a_completion_without_one_is_its_own(seed:
     tokens = [draws.randrange(1 << 20) for _ in range(5)]
     texts.prompt_token_ids = np.array(tokens, "<i4").tobytes()
     assert texts.prompt_tokens == tokens
+
+
+def test_a_damaged_line_of_the_audit_record_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "audit.jsonl"
+    for line in ("{}", '{"kind": "step", "step": "one"}', '{"kind": "other"}'):
+        path.write_text(f"{line}\n")
+        with pytest.raises(ConfigError, match="damaged") as refused:
+            AuditRecord(tmp_path)
+        assert (refused.value.field, refused.value.value) == ("trainer.run_dir", str(path))
+    path.write_text("")
+    record = AuditRecord(tmp_path)
+    assert record.last_step == 0
+    assert record.weights_at(0) is None
+    with pytest.raises(ConfigError) as refused:
+        record.step(1)
+    assert (refused.value.field, refused.value.value) == ("--step", "1")
+
+
+@pytest.mark.parametrize("content", [None, b"{", b"[]", b"[" * 99_999, b"\xff"])
+def test_settings_that_cannot_be_read_are_named(tmp_path: Path, content: bytes | None) -> None:
+    path = tmp_path / "config.json"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(ConfigError) as refused:
+        read_settings(tmp_path)
+    assert (refused.value.field, refused.value.value) == ("trainer.run_dir", str(path))
+    assert ("is missing" in refused.value.message) == (content is None)
+    assert known_settings(tmp_path) == {}
+    assert not is_run(tmp_path)
+
+
+def test_what_cannot_be_written_names_its_file(tmp_path: Path) -> None:
+    path = tmp_path / "lines.jsonl"
+    path.mkdir()
+    with pytest.raises(StorageFailed) as failed:
+        append_line(path, {"step": 1})
+    assert (failed.value.field, failed.value.value) == ("trainer.run_dir", str(path))
+    assert path.name in failed.value.message
+
+
+@pytest.mark.parametrize(
+    ("content", "names"),
+    [
+        ({}, ["math"]),
+        ({"reward": {}}, ["math"]),
+        ({"reward": {"functions": ["a", {"name": "b", "weight": 2}]}}, ["a", "b"]),
+    ],
+)
+def test_reward_functions_are_named_as_the_settings_do(
+    content: dict[str, Any], names: list[str]
+) -> None:
+    assert reward_names(content) == names
+
+
+def test_settings_that_belong_to_a_run_are_no_change() -> None:
+    before = {"state_dir": "a", "trainer.run_dir": "a", "trackers.run_name": "a", "seed": 1}
+    assert changed(before, dict.fromkeys(before, "b")) == {"seed": "b"}
+    assert changed(before, {"new": 1, "seed": 1}) == {}
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_equal_answers_are_as_surprising_as_they_are_improbable(seed: int) -> None:
+    """A group of one answer, or of episodes, has nothing to compare."""
+    draw = random.Random(seed)
+    rng = np.random.default_rng(seed)
+    groups = []
+    for _ in range(draw.randint(1, 5)):
+        group = make_group(rng, [0.0] * draw.randint(1, 5))
+        for completion in group.completions[1:]:
+            if draw.random() < 0.6:
+                completion.token_ids = group.completions[0].token_ids
+                completion.logprobs = group.completions[0].logprobs
+        if draw.random() < 0.2:
+            group.completions[0].episode = 0
+        groups.append(group)
+    compared = [
+        group.completions
+        for group in groups
+        if len(group.completions) > 1 and group.completions[0].episode is None
+    ]
+    copies = []
+    surprise = 0.0
+    for answers in compared:
+        texts = [answer.token_ids.tolist() for answer in answers]
+        again = [answers[i] for i, text in enumerate(texts) if text in texts[:i]]
+        nats = [-float(answer.logprobs.sum()) for answer in again]
+        copies += nats
+        are_all_equal = len(again) == len(answers) - 1
+        chances = 1 if are_all_equal else len(answers)
+        surprise += max(0.0, sum(nats) - len(nats) * math.log(chances) - math.log(len(compared)))
+    found = duplicate_answers(groups)
+    assert found.share == len(copies) / max(1, sum(len(answers) - 1 for answers in compared))
+    assert found.surprise == pytest.approx(surprise)
+    assert found.example == pytest.approx(math.exp(-max(copies, default=0.0)))
 
 
 def test_the_mean_of_numbers_that_are_not_finite_is_unknown() -> None:

@@ -2,13 +2,16 @@
 
 import io
 import json
+import random
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
+from rich.table import Table
 
 from common.errors import ConfigError
 from common.settings.config import Config
@@ -17,7 +20,7 @@ from trainer.evaluation.evaluation import Answer, Evaluation
 from trainer.observe import run_dir
 from trainer.observe.group_files import DIRECTORY, read_trained, recorded_steps
 from trainer.observe.jsonl import JsonlReader, last_steps, parsed
-from trainer.observe.run_dir import Recorder, check_run, is_run, read_lines
+from trainer.observe.run_dir import Recorder, check_run, is_run, read_lines, seconds_table
 
 
 def recorder(directory: Path, said: io.StringIO, **options: Any) -> Recorder:
@@ -55,6 +58,136 @@ def test_an_evaluation_is_kept_with_its_answers_and_reported_with_what_changed(
     assert problems == sorted(problems), "the one with another verdict comes first"
     assert "problem: problem 2" not in told
     assert told.count("response 1 of 0") == told.count("response 1 of 4") == 1
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_every_line_says_when_and_every_evaluation_what_was_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    monkeypatch.setattr(run_dir, "time", SimpleNamespace(time=lambda: 1234.5))
+    draw = random.Random(seed)
+    said = io.StringIO()
+    count = draw.randint(2, 40)
+    found = Evaluation(
+        step=draw.randint(0, 9),
+        accuracy=draw.choice([None, 0.25, 0.5]),
+        standard_error=draw.choice([None, 0.125]),
+        num_samples=count,
+        pass_at_k=draw.choice([None, 0.75]),
+        k=8,
+        answers=draw.choice([[], evaluation(0, 1).answers]),
+        mean_reward=0.625,
+        trained_on=draw.choice([0, 1]),
+    )
+    with recorder(tmp_path, said, run_id="one", data="mine", verdicts=True) as made:
+        made.evaluation(found)
+        made.measured({"step": 3, "loss": 0.5}, "step 3 is done")
+    [line] = read_lines(tmp_path / "evaluations.jsonl")
+    answers = line.pop("answers", [])
+    assert line == {"time": 1234.5, **found.summary()}
+    assert [answer["response"] for answer in answers] == [each.response for each in found.answers]
+    assert read_lines(tmp_path / "metrics.jsonl") == [
+        {"time": 1234.5, "total_steps": 0, "step": 3, "loss": 0.5}
+    ]
+    assert read_lines(tmp_path / "attempts.jsonl") == [
+        {"time": 1234.5, "run_id": "one", "step": 0, "verdicts": True, "data": "mine"}
+    ]
+
+    told, *others = said.getvalue().splitlines()
+    assert f"at step {found.step}:" in told
+    assert f"({count} problems" in told
+    assert ("reward 0.625" in told) == (found.accuracy is None)
+    assert (f"accuracy {found.accuracy or 0:.3f}" in told) == (found.accuracy is not None)
+    is_sure = found.accuracy is not None and found.standard_error is not None
+    assert ("± 0.125" in told) == is_sure
+    assert ("pass@8 0.750" in told) == (found.pass_at_k is not None)
+    warnings = [each for each in others if each.startswith("warning")]
+    assert len(warnings) == found.trained_on
+    assert all(f"1 of {count} held-out" in each for each in warnings)
+    assert others[-1] == "step 3 is done"
+
+
+def cells(table: Table) -> dict[str, list[str]]:
+    """Returns the cells of each column by its header."""
+    return {str(column.header): list(map(str, column.cells)) for column in table.columns}
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_tables_have_the_means_of_stages_and_what_two_evaluations_measured(seed: int) -> None:
+    draw = random.Random(seed)
+    names = ["loss", "accuracy", "mean_reward", "pass_at_k"]
+    common = {"num_samples": 6, "k": 8, "temperature": draw.choice([0, 0.5])}
+    first, last = (
+        {"step": step, **common, **{name: draw.random() for name in names if draw.random() < 0.7}}
+        for step in (0, 4)
+    )
+    titles = {
+        "loss": "loss (nats per token)",
+        "accuracy": "accuracy" if common["temperature"] else "greedy accuracy",
+        "mean_reward": "mean reward",
+        "pass_at_k": "pass@8",
+    }
+    both = [name for name in names if name in first and name in last]
+    if "accuracy" in last and "mean_reward" in both:
+        both.remove("mean_reward")
+    assert cells(run_dir._comparison_table(first, last)) == {
+        "": [titles[name] for name in both],
+        "before (step 0)": [f"{first[name]:.3f}" for name in both],
+        "after (step 4)": [f"{last[name]:.3f}" for name in both],
+    }
+
+    stages = ("update", "generation")
+    steps = [
+        {"seconds": {stage: draw.random() for stage in stages}} for _ in range(draw.randint(0, 3))
+    ]
+    shown = cells(seconds_table(steps))
+    sums = {stage: sum(each["seconds"][stage] for each in steps) for stage in stages}
+    for stage in stages:
+        assert shown[stage] == [f"{sums[stage] / max(1, len(steps)):.3f}"]
+    assert shown["step"] == [f"{sum(sums.values()) / max(1, len(steps)):.3f}"]
+
+
+@pytest.mark.parametrize("width", [40, 90, 300])
+def test_a_table_is_as_wide_as_the_console_but_at_most_120_columns(
+    tmp_path: Path, width: int
+) -> None:
+    said = io.StringIO()
+    table = Table("name", "text")
+    table.add_row("a", "word " * 99)
+    with Recorder(tmp_path, Config(), Console(file=said, width=width)) as made:
+        made.show(table)
+    widest = max(map(len, said.getvalue().splitlines()))
+    assert widest == min(width, 120)
+
+
+@pytest.mark.parametrize("correct", [True, False, None])
+def test_an_answer_is_one_short_line_with_its_verdict(correct: bool | None) -> None:
+    words = {True: "  [right]", False: "  [wrong]", None: ""}
+    shown = run_dir._one_line({"response": "a\nb\r\nc", "correct": correct})
+    assert shown == "a ⏎ b ⏎ c" + words[correct]
+    long = run_dir._one_line({"response": "x" * 999, "correct": correct})
+    assert long == "x" * 300 + words[correct]
+
+
+@pytest.mark.parametrize("samples", [0, 8])
+@pytest.mark.parametrize("evaluated", [[], [0], [2]])
+def test_a_resumed_run_says_whether_its_first_evaluation_is_missing(
+    tmp_path: Path, samples: int, evaluated: list[int]
+) -> None:
+    """It is what later ones are compared with."""
+    config = Config()
+    config.evaluation.samples = samples
+    said = io.StringIO()
+    (tmp_path / "evaluations.jsonl").write_text(
+        "".join(json.dumps({"step": step}) + "\n" for step in evaluated)
+    )
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"step": 4}\n')
+    console = Console(file=said, width=200)
+    with Recorder(tmp_path, config, console, step=4, files=("metrics",)):
+        pass
+    is_missing = samples > 0 and 0 not in evaluated
+    assert ("evaluations.jsonl lacks step 0" in said.getvalue()) == is_missing
+    assert "metrics.jsonl lacks 2 of the steps 2 to 3" in said.getvalue()
 
 
 @pytest.mark.parametrize("step", [0, 1, 3, 5])

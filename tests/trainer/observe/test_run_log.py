@@ -4,6 +4,8 @@ import io
 import random
 import time
 from collections import Counter
+from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -15,20 +17,22 @@ from prometheus_client.parser import text_string_to_metric_families
 from rich.console import Console
 
 from common.process.metrics import Metrics
+from common.process.storage import StorageFailed
 from common.settings.config import Config
 from common.wire.schemas import Group
 from tests.support.batches.groups import make_group
 from trainer.algorithms.batch import Batch, TrainingGroup
 from trainer.evaluation.evaluation import Answer, Evaluation
 from trainer.evaluation.verdicts import Verdicts
-from trainer.observe.group_files import read_trained
+from trainer.observe.group_files import read_trained, recorded_steps
 from trainer.observe.prometheus import TrainerMetrics
 from trainer.observe.run_dir import Recorder, read_lines
 from trainer.observe.run_log import RunLog
+from trainer.policy.critic import CriticMetrics
 from trainer.policy.policy import PolicyUpdate
 from trainer.policy.update_metrics import UpdateMetrics
 from trainer.rollouts.drops import Drops
-from trainer.timing import StageClock
+from trainer.timing import STAGES, WAITING, CpuClock, StageClock
 
 STEPS = 3
 
@@ -200,3 +204,119 @@ def test_every_number_is_as_defined(tmp_path: Path, seed: int) -> None:
     lines = read_lines(tmp_path / "metrics.jsonl")
     assert [line["step"] for line in lines] == [1, 2, 3]
     assert "step_3" in said.getvalue()
+
+
+def log_of(directory: Path, drops: Drops, recorder: Recorder, **options: Any) -> RunLog:
+    config = Config()
+    config.trainer.keep_groups_mb = 1
+    return RunLog(
+        config,
+        recorder,
+        TrainerMetrics(Metrics("trainer")),
+        clock=StageClock(),
+        step=options.pop("step", 0),
+        verdicts=Verdicts(True),
+        drops=drops,
+        **options,
+    )
+
+
+def random_step(step: int) -> tuple[Batch, PolicyUpdate]:
+    draw = random.Random(step)
+    rng = np.random.default_rng(step)
+    groups = [random_group(draw, rng, step, place) for place in range(2)]
+    batch = Batch.of([TrainingGroup(group) for group in groups], Config(), step - 1)
+    answers = [answer for group in groups for answer in group.completions]
+    batch.advantages = [np.zeros(len(answer.token_ids), np.float32) for answer in answers]
+    return batch, PolicyUpdate(random_update(draw), [each.logprobs for each in answers])
+
+
+@pytest.mark.parametrize("trained", [0, 2])
+def test_a_run_that_fails_records_what_it_dropped_for_the_next_step(
+    tmp_path: Path, trained: int
+) -> None:
+    drops = Drops()
+    first = 4
+    with Recorder(tmp_path, Config(), Console(file=io.StringIO())) as recorder:
+        log = log_of(tmp_path, drops, recorder, step=first)
+        with suppress(ZeroDivisionError), log.training(first, 99):
+            for step in range(first + 1, first + 1 + trained):
+                log.step(step, *random_step(step), None)
+            drops.add([random_group(random.Random(1), np.random.default_rng(1), 9, 0)], "stale", "")
+            raise ZeroDivisionError
+    lines = read_lines(tmp_path / "groups.jsonl")
+    assert [len(line["groups"]) for line in lines] == [2] * trained + [0]
+    assert [len(line["dropped"]) for line in lines] == [0] * trained + [1]
+    assert lines[-1]["step"] == first + trained + 1
+    assert sorted(recorded_steps(tmp_path)) == [line["step"] for line in lines]
+
+
+def test_a_step_has_the_critic_and_the_distance_to_the_teacher(tmp_path: Path) -> None:
+    critic = CriticMetrics(0.5, None, 0.25, 0.75, 1.0, 2.0, skipped=1)
+    config = Config()
+    config.teacher.url = "http://127.0.0.1:1"
+    rng = np.random.default_rng(1)
+    group = random_group(random.Random(1), rng, 1, 0)
+    distances = []
+    for answer in group.completions:
+        answer.teacher_logprobs = rng.normal(size=len(answer.token_ids)).astype(np.float32)
+        distances += (answer.logprobs - answer.teacher_logprobs).tolist()
+    batch = Batch.of([TrainingGroup(group)], config, 0)
+    batch.advantages = [np.zeros(len(each.token_ids), np.float32) for each in group.completions]
+    update = PolicyUpdate(random_update(random.Random(1)), None)
+    with Recorder(tmp_path, Config(), Console(file=io.StringIO())) as recorder:
+        log = log_of(tmp_path, Drops(), recorder)
+        with log.training(0, 2):
+            without = log.step(1, *random_step(1), None)
+            record = log.step(2, batch, update, critic)
+    assert "teacher_kl" not in without["update"]
+    assert record["update"]["teacher_kl"] == pytest.approx(fmean(distances), abs=1e-5)
+    assert record["critic"] == asdict(critic)
+
+
+def test_times_are_those_of_the_clocks_without_evaluations(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every clock is one of the test: the collecting thread works three quarters of the time."""
+    now = 100.0
+    clock = StageClock()
+    seconds = dict.fromkeys((*STAGES, WAITING), 0.0) | {"update": 0.25, "waiting": 0.75}
+    monkeypatch.setattr(clock, "lap", lambda: seconds)
+    monkeypatch.setattr(clock, "generating", lambda: (0.5, 3.0))
+    with Recorder(tmp_path, Config(), Console(file=io.StringIO())) as recorder:
+        drops = Drops()
+        log = log_of(tmp_path, drops, recorder, collecting_cpu=lambda: 0.75 * now)
+        log._clock = clock
+        log._cpu = CpuClock(lambda: now)
+        with log.training(0, 2):
+            now += 1.0
+            first = log.step(1, *random_step(1), None)
+            with log.evaluating():
+                now += 40.0
+            now += 0.5
+            second = log.step(2, *random_step(2), None)
+    assert (first["generating"], first["in_flight"]) == (0.5, 3.0 * Config().sampling.group_size)
+    assert first["coordinator"] == pytest.approx(0.75)
+    assert (first["cpu_seconds"], second["cpu_seconds"]) == (1.0, 0.5)
+    assert first["seconds"] == seconds
+
+
+def test_an_evaluation_has_a_stage_of_its_own(tmp_path: Path) -> None:
+    clock = StageClock()
+    stages: list[str] = []
+    with Recorder(tmp_path, Config(), Console(file=io.StringIO())) as recorder:
+        log = log_of(tmp_path, Drops(), recorder)
+        log._clock = clock
+        clock.lap()
+        with log.evaluating():
+            sum(range(1000))
+        stages = [name for name, seconds in clock.lap().items() if seconds and name != "waiting"]
+    assert stages == ["evaluation"]
+
+
+def test_a_run_ends_once_its_groups_are_written(tmp_path: Path) -> None:
+    (tmp_path / "groups").touch()  # no file can be written there
+    with Recorder(tmp_path, Config(), Console(file=io.StringIO())) as recorder:
+        log = log_of(tmp_path, Drops(), recorder)
+        with pytest.raises(StorageFailed), log.training(0, 1):
+            log.step(1, *random_step(1), None)
