@@ -10,7 +10,15 @@ import httpx
 import pytest
 
 from common.clients.base import Client
-from common.process.topology import DATA, REPLAY, REWARD, ROLLOUT, TRAINER, Topology
+from common.process.topology import (
+    DATA,
+    ENVIRONMENT,
+    REPLAY,
+    REWARD,
+    ROLLOUT,
+    TRAINER,
+    Topology,
+)
 from common.process.watchdog import RankWhere
 from common.settings.config import Config
 from trainer.diagnosis import health, live
@@ -115,6 +123,64 @@ def test_the_numbers_of_healthy_tasks_are_those_that_they_answer(tasks: Tasks) -
     assert {name: each.pid for name, each in where.items()} == dict.fromkeys(
         [*nodes, DATA, REWARD, REPLAY], os.getpid()
     )
+
+
+@pytest.mark.parametrize("nodes", [1, 3])
+@pytest.mark.parametrize("hung", [0, 1200])
+def test_every_node_is_asked_at_its_own_address(
+    tasks: Tasks, monkeypatch: pytest.MonkeyPatch, nodes: int, hung: int
+) -> None:
+    """The first node of the environment-server says how many there are."""
+    config = Config()
+    config.environment.name = "calculator"
+    topology = Topology(group="run")
+    made: Any = vars(health)["Client"]
+    urls: dict[str, list[str]] = {}
+
+    def client(name: str, url: str, **options: Any) -> Client:
+        urls.setdefault(name, []).append(url)
+        tasks.other[f"{name}/stats"] = STATS.get(name) or {
+            "nodes": nodes,
+            "episodes": {"ok": 5, "died": 0},
+            "hung_calls": hung,
+            "hung_calls_limit": 4000,
+            "running": 3,
+        }
+        found: Client = made(name, url, **options)
+        return found
+
+    monkeypatch.setattr(health, "Client", client)
+
+    async def ask() -> list[ServiceHealth]:
+        asked = Health(config, topology, lambda: nodes, lambda: 9, headers={})
+        async with asked.running():
+            await asked.ask()
+            return await asked.ask()
+
+    found = {each.name: each for each in asyncio.run(ask())}
+    environment = [f"{ENVIRONMENT}-{node}" for node in range(nodes)]
+    assert [name for name in found if name.startswith(ENVIRONMENT)] == environment
+    for name in environment:
+        assert (found[name].state, found[name].running) == ("healthy", 3)
+        assert found[name].text.startswith("episodes: 5 ok")
+        assert ("1,200 calls are stuck" in found[name].text) == (hung > 0)
+        assert ("4,000" in found[name].text) == (hung > 0)
+    for name in [*environment, *(f"{ROLLOUT}-{node}" for node in range(nodes))]:
+        assert all(f"//{name}.run:" in url for url in urls[name]), name
+    ports = [url.rpartition(":")[2] for url in urls[f"{ROLLOUT}-0"]]
+    assert sorted(map(int, ports)) == sorted(
+        [config.rollout.engine_port, config.rollout.agent_port]
+    )
+
+
+@pytest.mark.parametrize("status", [500, 401])
+def test_a_service_is_asked_for_its_health_before_its_numbers(tasks: Tasks, status: int) -> None:
+    tasks.other[f"{DATA}/health"] = httpx.Response(status, json={"reason": "it fills", "lost": 1})
+    (found,) = asked()
+    state = {500: ("warning", "not_ready"), 401: ("dead", "unauthorized")}[status]
+    assert (found[DATA].state, found[DATA].problem) == state
+    assert ("it fills" in found[DATA].text) == (status == 500)
+    assert found[DATA].running is None
 
 
 def test_the_state_of_a_node_is_that_of_its_agent_and_of_the_router(tasks: Tasks) -> None:

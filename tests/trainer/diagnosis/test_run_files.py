@@ -8,11 +8,13 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from common.clients.base import Unreachable
 from common.errors import ConfigError, ServiceError, ServiceLost, Unauthorized
+from common.process import watchdog
 from common.process.logs import JsonFormatter, TextFormatter
 from common.process.run_lock import LOCK, RunLock
 from common.process.storage import StorageFailed
@@ -142,6 +144,22 @@ def test_a_killed_run_is_told_from_a_living_one(tmp_path: Path) -> None:
         says(run)
         == f"The trainer was killed: process {holder.pid} on {os.uname().nodename} is gone"
     )
+
+
+def test_a_run_that_stalls_writes_what_it_finds_while_it_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = make_run(tmp_path / "run", 3)
+    given: list[Any] = []
+    monkeypatch.setattr(watchdog, "after_report", given.append)
+    with diagnosed(run, Config()):
+        [stalled] = given
+        stalled("no step for long")
+        found = json.loads((run / "diagnosis.json").read_text())
+        assert found["state"] == "running"
+        assert found["end"] is None
+        assert (run / "diagnosis.txt").exists()
+    assert given == [stalled, None]
 
 
 @pytest.mark.parametrize("json_lines", [False, True])
