@@ -56,8 +56,9 @@ def test_buckets_keep_their_tensors_and_end_at_their_size_or_another_dtype() -> 
         assert found.keys() == weights.keys()
         assert all(torch.equal(found[name], tensor) for name, tensor in weights.items())
         assert snapshot.size == sum(tensor.nbytes for tensor in weights.values())
-    with pytest.raises(NotFound), snapshot.reading(1):
+    with pytest.raises(NotFound) as gone, snapshot.reading(1):
         pass
+    assert (gone.value.field, gone.value.value) == ("version", "1")
 
 
 @pytest.mark.parametrize(
