@@ -280,7 +280,7 @@ def test_times_are_those_of_the_clocks_without_evaluations(
     """Every clock is one of the test: the collecting thread works three quarters of the time."""
     now = 100.0
     clock = StageClock()
-    seconds = dict.fromkeys((*STAGES, WAITING), 0.0) | {"update": 0.25, "waiting": 0.75}
+    seconds = dict.fromkeys((*STAGES, WAITING), 0.0) | {"update": 0.5, "waiting": 1.5}
     monkeypatch.setattr(clock, "lap", lambda: seconds)
     monkeypatch.setattr(clock, "generating", lambda: (0.5, 3.0))
     with Recorder(tmp_path, Config(), Console(file=io.StringIO())) as recorder:
@@ -296,7 +296,7 @@ def test_times_are_those_of_the_clocks_without_evaluations(
             now += 0.5
             second = log.step(2, *random_step(2), None)
     assert (first["generating"], first["in_flight"]) == (0.5, 3.0 * Config().sampling.group_size)
-    assert first["coordinator"] == pytest.approx(0.75)
+    assert first["coordinator"] == pytest.approx(0.75 / 2)
     assert (first["cpu_seconds"], second["cpu_seconds"]) == (1.0, 0.5)
     assert first["seconds"] == seconds
 
