@@ -35,6 +35,8 @@ from trainer.weights.board import WeightBoard
 from trainer.weights.publisher import Publisher
 
 _VERSIONS = 3
+_MORE_VERSIONS = 6
+"""Of a run in which calls hang, which ends a node's part for a while, and does so again."""
 _FAULTS_S = 30.0
 _FENCE_S = 60.0
 _LIMIT_S = 2_000.0
@@ -45,6 +47,8 @@ _LEAVES_S = 15.0
 """Time in which a stale node must have left the router, while nothing else is wrong."""
 _EXPLAINED_S = 200.0
 """So long after a fault it may be the reason that nothing was served."""
+_WAITS_S = 20.0
+"""How long an agent that was stopped has no new weights yet."""
 _RUN = 1000
 """Weights are numbered by the attempt times this, and the version."""
 
@@ -108,7 +112,6 @@ class Fleet(Scene):
 
     def __init__(self, seed: int, directory: Path, loop: VirtualLoop) -> None:
         super().__init__(seed, directory, loop)
-        self._seed = seed
         self._count = self.rng.choice((1, 2, 2, 3))
         self._shared = self.rng.random() < 0.3
         self.attempts = 0
@@ -122,6 +125,7 @@ class Fleet(Scene):
         """The number of the newest weights that a trainer began to publish."""
         self._found: list[Violation] = []
         self._failures = 0
+        self._versions = _VERSIONS
         self._last_fault = -1e9
         self.processes = Processes(self.rng, self.net)
         self._board: WeightBoard | None = None
@@ -197,12 +201,14 @@ class Fleet(Scene):
         for node in self._agents:
             self.loop.call_later(self.rng.uniform(0.0, 2.0), node.start)
         self.schedule(self._faults(), self.rng.choice((0, 1, 2, 4, 6)), _FAULTS_S)
-        if self._seed % 4 == 3:
+        if self.seed % 4 == 3:
             # More that befalls the router. Drawn apart: the other seeds stay what they are.
-            drawn = random.Random(self._seed)
+            drawn = random.Random(self.seed)
             fault = drawn.choice((partial(self._stop, "router"), self._forget_engines))
             self.loop.call_later(drawn.uniform(5.0, _FAULTS_S), self.strike, fault)
-        while self.published < _VERSIONS:
+        elif self.seed % 4 == 2:
+            self._schedule_calls(random.Random(self.seed))
+        while self.published < self._versions:
             self.attempts += 1
             self.is_up = True
             try:
@@ -251,7 +257,7 @@ class Fleet(Scene):
             shared=self._shared,
         )
         traffic = loop.start(self._keep_asking(rollout))
-        for version in range(self.published, _VERSIONS + 1):
+        for version in range(self.published, self._versions + 1):
             weights = self.attempts * _RUN + version
             self.newest = weights
             publisher.publish([(TENSOR, torch.tensor([weights], dtype=torch.int32))], version)
@@ -262,7 +268,7 @@ class Fleet(Scene):
             if self.rng.random() < 0.7:
                 self.published = version
         self._check_end(loop, rollout, lambda: self._check(traffic))
-        self.published = _VERSIONS
+        self.published = self._versions
         loop.cancel(traffic)
 
     def _watch(self) -> None:
@@ -440,9 +446,79 @@ class Fleet(Scene):
         self._last_fault = max(self._last_fault, self.loop.now + seconds)
         return seconds
 
+    # ------------------------------------------------------------ faults of single calls
+
+    def _schedule_calls(self, drawn: random.Random) -> None:
+        """Lets single calls of one agent go wrong, while all others work. Drawn apart, as above."""
+        self._versions = _MORE_VERSIONS
+        agent = drawn.choice(self._agents)
+        kinds = ("hang", "hang", "stop", "damage")
+        # The run ends with the reason when its only node gets no weights.
+        kind = drawn.choice(kinds if self._count > 1 else kinds[2:])
+        begin_s = drawn.uniform(2.0, _FAULTS_S)
+        for _ in range(3):
+            if kind == "hang":
+                # For the newest version, or for its files; reports get through.
+                path = drawn.choice(("/weights/latest", "/files/"))
+                seconds = drawn.uniform(_FENCE_S, 2.0 * _FENCE_S)
+                fault = partial(self._hang_calls, agent, path, seconds)
+            elif kind == "stop":
+                call = drawn.choice((f"POST /workers/{agent.name}", "GET /workers"))
+                is_answer = drawn.random() < 0.5
+                seconds = drawn.uniform(_FENCE_S / 2.0, _FENCE_S)
+                fault = partial(self._stop_in_a_call, agent, call, seconds, is_answer=is_answer)
+            else:
+                seconds = drawn.uniform(2.0, 20.0)
+                fault = partial(self._damage_a_retry, agent, seconds)
+            self.loop.call_later(begin_s, self.strike, fault)
+            begin_s += seconds + drawn.uniform(5.0, 20.0)
+
+    def _begin_fault(self, kind: str, text: str, seconds: float) -> None:
+        self.fault(kind, f"{text} for {seconds:.0f} s")
+        self._last_fault = max(self._last_fault, self.loop.now + seconds)
+
+    def _hang_calls(self, agent: Node, path: str, seconds: float) -> None:
+        """Lets the calls of an agent with a path have no answer, as a proxy does that is half dead."""
+        self._begin_fault("calls hang", f"{path} of {agent.name}", seconds)
+        self.net.holds = lambda owner, call, _: owner == agent.name and path in call.path
+
+        def end() -> None:
+            self.net.holds = lambda *_: False
+
+        self.loop.call_later(seconds, end)
+
+    def _stop_in_a_call(self, agent: Node, call: str, seconds: float, *, is_answer: bool) -> None:
+        """Stops an agent when it next makes a call, or gets the answer to it. When it goes on, it has
+        to wait for new weights, as for those of a large model.
+        """
+
+        def holds(owner: str, made: Call, is_answered: bool) -> bool:
+            if owner == agent.name and str(made).startswith(call) and is_answered == is_answer:
+                self.fault("stopped", f"{agent.name} in {made} for {seconds:.0f} s")
+                self._halt(agent.name)
+                self.loop.call_later(seconds, self.loop.go_on, agent.name)
+                self._hang_calls(agent, "/weights/", seconds + _WAITS_S)
+            return False
+
+        self.net.holds = holds
+
+    def _damage_a_retry(self, agent: Node, seconds: float) -> None:
+        """Lets an engine refuse new weights, and changes a byte of them before it gets them again."""
+        name = agent.name.replace("agent", "engine")
+        self._begin_fault("trouble", f"{name} refuses", seconds)
+        self.processes.troubles[name] = "refuses"
+        self.loop.call_later(seconds / 2.0, self._damage_files, agent)
+        self.loop.call_later(seconds, self.processes.troubles.pop, name, "")
+
     def _damage(self) -> None:
         """Changes a byte of the newest weights on a node's disk, and ends its engine."""
         node = self._an_agent()
+        self._damage_files(node)
+        name = node.name.replace("agent", "engine")
+        if name in self.processes.running:
+            self.processes.running[name].stop(137)
+
+    def _damage_files(self, node: Node) -> None:
         files = sorted(node.disk.path.glob("**/model.safetensors"))
         if files:
             content = bytearray(files[-1].read_bytes())
@@ -451,9 +527,6 @@ class Fleet(Scene):
             files[-1].unlink()
             files[-1].write_bytes(content)
             self.fault("damage", str(files[-1].relative_to(node.disk.path)))
-        name = node.name.replace("agent", "engine")
-        if name in self.processes.running:
-            self.processes.running[name].stop(137)
 
     # ------------------------------------------------------------ the end
 

@@ -380,6 +380,8 @@ class Net:
         self.is_noticed: Callable[[Call], bool] = lambda _: False
         """Whether a server knows of a request that it refuses, or whose client leaves it while it is
         on its way: it waited at the server."""
+        self.holds: Callable[[str, Call, bool], bool] = lambda *_: False
+        """Whether it never carries a process's request, or the answer to it (True)."""
         self._cuts: list[tuple[str, str]] = []
         """Pairs of machines that do not reach each other; "*" is every machine."""
 
@@ -496,7 +498,7 @@ class Wire(Network):
             if kind == "slow" and net.is_noticed(call) and not net.is_cut(self._owner, node):
                 self._later(node, call, 0.0, size=rng.randrange(len(call.content) + 1))
             raise
-        if net.is_cut(self._owner, node):
+        if net.is_cut(self._owner, node) or net.holds(self._owner, call, False):
             await asyncio.sleep(1e6)
         if kind == "lost request":
             raise httpx.ReadError("lost")
@@ -519,7 +521,8 @@ class Wire(Network):
             connection.end(taken=False)
             raise AnswerLost(reply)
         try:
-            if kind == "silent" or net.is_cut(self._owner, node):
+            is_silent = kind == "silent" or net.is_cut(self._owner, node)
+            if is_silent or net.holds(self._owner, call, True):
                 await asyncio.sleep(1e6)
             await asyncio.sleep(rng.uniform(0.0005, 0.01))
         except asyncio.CancelledError:

@@ -35,6 +35,7 @@ class Scene(ABC):
     """Shares of requests that have a fault, one of them in each run."""
 
     def __init__(self, seed: int, directory: Path, loop: VirtualLoop) -> None:
+        self.seed = seed
         self.rng = random.Random(seed)
         self.loop = loop
         self.story = Story(loop.time)

@@ -115,6 +115,8 @@ class Engines:
         self.run = ""
         self.failing = 0.0
         """Share of requests that fail."""
+        self.equal = 0.0
+        """Share of requests whose completions are all equal."""
         self.generated: dict[tuple[int, ...], Spans] = {}
         """The versions that sampled each answer, by `key_of` its tokens."""
 
@@ -130,7 +132,10 @@ class Engines:
                 await reply_to(send, {"error": {"message": "out of memory"}}, 500)
                 return
             prompt = body["input_ids"]
-            sampled = [self.sample(prompt) for _ in range(body["sampling_params"]["n"])]
+            n = body["sampling_params"]["n"]
+            sampled = [self.sample(prompt) for _ in range(n)]
+            if self.equal and self._rng.random() < self.equal:
+                sampled = sampled[:1] * n
             await self._sleep(max(map(len, sampled)) * PER_TOKEN_S)
             answers = [self._answer(prompt, ids, version) for ids in sampled]
             await reply_to(send, answers if len(answers) > 1 else answers[0])

@@ -134,6 +134,8 @@ class World(Scene):
         more = tuple(self.more_settings().items())
         self.config = _config(staleness, self.when_stale, reuse=reuse, capacity=capacity, more=more)
         self.engines = self.make_engines()
+        if self.config.algorithm.dynamic_sampling:
+            self.engines.equal = 0.3
         self.graders = Graders(self.rng)
         self.engines.failing = self.rng.choice((0.0, 0.0, 0.1))
         self._grader_faults = self.rng.choice((0.0, 0.0, 0.1))
@@ -157,7 +159,8 @@ class World(Scene):
 
     def more_settings(self) -> dict[str, Any]:
         """Returns the settings of a scene."""
-        return {}
+        # Of some seeds: the others stay what they are.
+        return {"algorithm.dynamic_sampling": True} if self.seed % 7 == 5 else {}
 
     def make_engines(self) -> Engines:
         return Engines(self.rng, asyncio.sleep)
@@ -364,11 +367,13 @@ class World(Scene):
         self.engines.run = run_id
         self.engines.groups.clear()
         self.engines.allowed = partial(self._allowed, rollouts.drops, step)
+        self.check_lock()
         total = rollouts.prepare(step, known=attempt > 1)
         # Not before: a run does not begin with a function that fails for a made-up answer.
         self.graders.failing = self._grader_faults
         with rollouts.collecting(step, total):
             while step < total:
+                self.check_lock()
                 groups = rollouts.next(step)
                 if attempt == self.attempts:
                     self._check_batch(groups, step)
@@ -383,13 +388,21 @@ class World(Scene):
                 served = self._publish(loop, step, attempt)
                 rollouts.free_slots(batch, when=served)
                 if self.rng.random() < 0.5:
-                    saved = Checkpoint(step, rollouts.progress)
-                    if attempt != self.attempts:
-                        # In the place of `RunLock.check`, which comes before it is written.
-                        raise ServiceError("another run has the directory", code="run_taken_over")
-                    self.saved = saved
-                    self.story.say(f"checkpoint after step {step}: {saved.progress}")
+                    self.save(Checkpoint(step, rollouts.progress), attempt)
             return rollouts.progress
+
+    def check_lock(self) -> None:
+        """Stands for the looks at the lock of the run directory before a step, and before the run
+        begins at the services.
+        """
+
+    def save(self, saved: Checkpoint, attempt: int) -> None:
+        """Writes a checkpoint."""
+        if attempt != self.attempts:
+            # In the place of `RunLock.check`, which comes before it is written.
+            raise ServiceError("another run has the directory", code="run_taken_over")
+        self.saved = saved
+        self.story.say(f"checkpoint after step {saved.step}: {saved.progress}")
 
     def _allowed(self, drops: Drops, first_step: int) -> int:
         """Returns how many groups an attempt may have begun by now."""
@@ -492,7 +505,9 @@ class World(Scene):
             raise Violation(f"{trained - finished} are trained on and may be drawn again")
         skipped = finished - trained
         dropped = sum(sum(drops.counts.values()) for drops in self.drops)
-        if len(skipped) * _TRIES > dropped:
+        # Dynamic sampling replaces a group of equal rewards by one of another prompt.
+        equal = sum(drops.counts["zero_variance"] for drops in self.drops)
+        if (len(skipped) - equal) * _TRIES > dropped - equal:
             raise Violation(f"{skipped} are skipped after {dropped} drops in all")
         left = set(range(max(trained))) - finished
         if left:

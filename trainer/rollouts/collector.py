@@ -464,6 +464,10 @@ class Collector:
     async def replace_equal(self, groups: Sequence[Group]) -> None:
         """Drops groups that were taken and have equal rewards; collects groups of other prompts."""
         self.drops.add(groups, "zero_variance", "all its rewards are equal")
+        # First, so that they are not reused: what is acknowledged without a priority has the
+        # largest.
+        never = {group.id: 0.0 for group in groups}
+        await self._services.replay.set_priorities(never, f"{groups[0].id}-equal")
         await self.acknowledge(groups)
         self._collect_more(len(groups))
 
