@@ -15,6 +15,7 @@ import platform
 import secrets
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Self
 
@@ -88,7 +89,10 @@ class RunLock:
         self._ended.set()
         self._beating.join()
         if not self._was_taken_over():
-            os.ftruncate(self._file, 0)  # so that the next run need not watch for a heartbeat
+            # So that the next run need not watch for a heartbeat. An error here would hide the one
+            # with which the run ends.
+            with suppress(OSError):
+                os.ftruncate(self._file, 0)
         os.close(self._file)
 
     def check(self) -> None:

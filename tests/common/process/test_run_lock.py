@@ -157,3 +157,17 @@ def test_somebody_who_looks_at_the_lock_does_not_keep_a_run_from_starting(tmp_pa
     timer.start()
     with RunLock.of_new_run(tmp_path, "run"):
         timer.join()
+
+
+def test_a_run_ends_with_its_own_error_when_the_volume_does_not_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: Any) -> None:
+        raise TimeoutError("the volume does not answer")
+
+    first = RunLock(tmp_path, "first").__enter__()
+    monkeypatch.setattr(os, "ftruncate", fails)
+    # What it raised would replace the error with which the run ends.
+    first.__exit__()
+    with RunLock(tmp_path, "next") as lock:
+        lock.check()
