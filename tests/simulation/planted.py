@@ -105,6 +105,9 @@ BUGS = {
     "groups are taken that are not enough": Bug(
         "services/replay/store.py", "if len(taken) < request.count:", "if not taken:"
     ),
+    "a lease ends while its run lasts": Bug(
+        "services/replay/buffer.py", "_AS_LONG_AS_THE_RUN_S = 1e12", "_AS_LONG_AS_THE_RUN_S = 1.0"
+    ),
     "dropped groups are not counted": Bug(
         "services/replay/store.py", 'self.count("dropped", len(keys))', "pass"
     ),
@@ -149,6 +152,9 @@ BUGS = {
         "common/clients/reward.py",
         "rewards = iter(answer.rewards)",
         "rewards = iter(answer.rewards[1:] + answer.rewards[:1])",
+    ),
+    "an answer across an update has one version": Bug(
+        "common/clients/rollout.py", '    "weight_versions",\n', ""
     ),
     # ---------------------------------------------------------------- the reward-server
     "a part without a score counts as zero": Bug(
@@ -248,6 +254,11 @@ BUGS = {
     "an update does not wait until its groups are handed out": Bug(
         "trainer/rollouts/rollouts.py", "self._confirm()\n", "pass\n"
     ),
+    "groups of equal rewards are reused": Bug(
+        "trainer/rollouts/collector.py",
+        'await self._services.replay.set_priorities(never, f"{groups[0].id}-equal")',
+        "pass",
+    ),
     "nothing is acknowledged": Bug(
         "trainer/rollouts/rollouts.py",
         "await self._collector.acknowledge(batch.fresh)",
@@ -333,6 +344,16 @@ _FLEET = {
         "(worker.silence_s >= _SILENT_S or not _serves(worker.report, manifest))",
         "worker.silence_s < _SILENT_S",
     ),
+    "the trainer goes on before a node that it excludes knows that": Bug(
+        "trainer/weights/board.py",
+        "            while any(self._may_list(worker.report.name, now) for worker in excluded):\n",
+        "            while False:\n",
+    ),
+    "a node that updates counts as one that is not listed": Bug(
+        "trainer/weights/board.py",
+        'worker.report.state not in ("ready", "updating")',
+        'worker.report.state != "ready"',
+    ),
     "a node of any version may serve": Bug(
         "trainer/weights/board.py", "            self._confirmed = manifest\n", ""
     ),
@@ -341,6 +362,11 @@ _FLEET = {
         "services/rollout/weights/store.py",
         "        self._forget(target)  # another run's version, or other content\n",
         "",
+    ),
+    "weights that are there already are not compared": Bug(
+        "services/rollout/weights/store.py",
+        "if _same(known, manifest) and await self.verify(manifest, path):",
+        "if _same(known, manifest):",
     ),
     "a version of an earlier run is not replaced": Bug(
         "services/rollout/weights/follow.py",
@@ -367,6 +393,12 @@ _EPISODES = {
         "services/environment/service.py",
         "if known is None or known.task.cancelled():",
         "if known is None or known.task.done():",
+    ),
+    "a request that was ended is counted for ever": Bug(
+        "services/environment/service.py",
+        "            def ended(_: object) -> None:\n                self._running -= request.n\n",
+        "            def ended(_: object) -> None:\n"
+        "                self._running -= 0 if task.cancelled() else request.n\n",
     ),
     "a request that is forgotten takes all with it": Bug(
         "services/environment/service.py", "if known.task is task:", "if True:"
@@ -474,6 +506,22 @@ _TAKEOVER = {
         "                pass\n",
     ),
     "no run ends": Bug("common/process/current_run.py", "            self._run = run_id\n", ""),
+    "a run that is not known to have begun is let in": Bug(
+        "common/process/current_run.py",
+        "if run_id and self._run and run_id != self._run:",
+        "if run_id in self._ended:",
+    ),
+    # ---------------------------------------------------------------- the lock of their directory
+    "a heartbeat counts as none": Bug(
+        "common/process/run_lock.py",
+        "                return bool(now)\n",
+        "                return False\n",
+    ),
+    "a run that ends empties the lock of the next": Bug(
+        "common/process/run_lock.py",
+        "        if not self._was_taken_over():\n",
+        "        if self._thief is None:\n",
+    ),
     "a run that was taken over begins again": Bug(
         "common/process/current_run.py", "if run_id in self._ended:", "if False:"
     ),
