@@ -354,6 +354,11 @@ _FLEET = {
         'worker.report.state not in ("ready", "updating")',
         'worker.report.state != "ready"',
     ),
+    "a node that came back is not waited for": Bug(
+        "trainer/weights/board.py",
+        "                self._excluded.discard(report.name)  # from now on it is waited for\n",
+        "                pass\n",
+    ),
     "a node of any version may serve": Bug(
         "trainer/weights/board.py", "            self._confirmed = manifest\n", ""
     ),
@@ -516,11 +521,6 @@ _TAKEOVER = {
         "common/process/run_lock.py",
         "                return bool(now)\n",
         "                return False\n",
-    ),
-    "a run that ends empties the lock of the next": Bug(
-        "common/process/run_lock.py",
-        "        if not self._was_taken_over():\n",
-        "        if self._thief is None:\n",
     ),
     "a run that was taken over begins again": Bug(
         "common/process/current_run.py", "if run_id in self._ended:", "if False:"
