@@ -256,7 +256,7 @@ BUGS = {
     ),
     "groups of equal rewards are reused": Bug(
         "trainer/rollouts/collector.py",
-        'await self._services.replay.set_priorities(never, f"{groups[0].id}-equal")',
+        "await self._services.replay.set_priorities({group.id: 0.0 for group in groups})",
         "pass",
     ),
     "nothing is acknowledged": Bug(

@@ -394,9 +394,9 @@ class Collector:
         return self._free_slots > 0 and self._to_draw > 0
 
     def _is_idle(self) -> bool:
-        under_way = (GroupState.GENERATING, GroupState.STORING)
         return not self._can_draw() and all(
-            each.state not in under_way for each in self.untaken.values()
+            each.state not in (GroupState.GENERATING, GroupState.STORING)
+            for each in self.untaken.values()
         )
 
     async def _until(self, condition: Callable[[], bool], wait_s: float | None = None) -> bool:
@@ -466,8 +466,7 @@ class Collector:
         self.drops.add(groups, "zero_variance", "all its rewards are equal")
         # First, so that they are not reused: what is acknowledged without a priority has the
         # largest.
-        never = {group.id: 0.0 for group in groups}
-        await self._services.replay.set_priorities(never, f"{groups[0].id}-equal")
+        await self._services.replay.set_priorities({group.id: 0.0 for group in groups})
         await self.acknowledge(groups)
         self._collect_more(len(groups))
 
