@@ -492,8 +492,9 @@ class Collector:
         added = 0
         at_once = max(1, _MAX_STORE // max(map(_weight, groups), default=1))
         for begin in range(0, len(groups), at_once):
-            part = groups[begin : begin + at_once]
-            added += await self._services.replay.add([self._stored_form(each) for each in part])
+            added += await self._services.replay.add(
+                [self._stored_form(each) for each in groups[begin : begin + at_once]]
+            )
         if added:
             log.warning(
                 "calls in the replay-buffer's log dropped %d groups: they are stored again",
