@@ -14,6 +14,7 @@ from unittest.mock import patch
 
 from starlette.requests import ClientDisconnect
 
+from common.process.futures import forgettable
 from services.reward import configured
 from services.reward.functions.handler import prepare
 from services.reward.pool import CallFailed, WorkerPool, WorkerSpec
@@ -59,7 +60,7 @@ class Loop:
         return self.loop.run_until_complete(task)
 
     def begin(self, coroutine: Coroutine[Any, Any, _T]) -> Callable[[], _T]:
-        task = self.loop.create_task(coroutine)
+        task = forgettable(self.loop.create_task(coroutine))
         self.tasks.add(task)
         return lambda: self.wait(task)
 

@@ -127,6 +127,19 @@ class _Handle(asyncio.Handle):
         self._args = ()
 
 
+class _Task(asyncio.Task[Any]):
+    """A task with a number: sets of tasks, such as a `TaskGroup` has, are in the same order in every
+    run, and not in that of their addresses.
+    """
+
+    def __init__(self, number: int, coroutine: Any, **options: Any) -> None:
+        self._number = number
+        super().__init__(coroutine, **options)
+
+    def __hash__(self) -> int:
+        return self._number
+
+
 class VirtualLoop(asyncio.SelectorEventLoop):
     """An event loop that jumps to the next event. Threads are calls in the loop, a moment later."""
 
@@ -191,7 +204,8 @@ class VirtualLoop(asyncio.SelectorEventLoop):
     def create_task(  # type: ignore[override]
         self, coroutine: Any, *, context: contextvars.Context | None = None, **options: Any
     ) -> asyncio.Task[Any]:
-        task = asyncio.Task(coroutine, loop=self, context=context, **options)
+        number = next(self._numbers)
+        task = _Task(number, coroutine, loop=self, context=context, **options)
         self._owners[task] = process.get() if context is None else context.get(process, "")
         return task
 
