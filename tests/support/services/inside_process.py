@@ -87,10 +87,12 @@ def started(prepare: Callable[[], None] = lambda: None) -> Iterator[Inside]:
 def _become(requests: int, answers: int, life: int, prepare: Callable[[], None]) -> None:
     os.setsid()
     null = os.open(os.devnull, os.O_RDWR)
-    os.dup2(life, _LIFELINE)
     for number, fd in enumerate((requests, answers, null)):
         os.dup2(fd, number)
-    os.closerange(3, 256)
+    os.dup2(life, _LIFELINE)
+    # Among them is the other end of `requests`, whose end this process waits for.
+    os.closerange(3, _LIFELINE)
+    os.closerange(_LIFELINE + 1, os.sysconf("SC_OPEN_MAX"))
     sys.stdin = os.fdopen(0, closefd=False)
     sys.stdout = os.fdopen(1, "w", closefd=False)
     sys.stderr = os.fdopen(2, "w", closefd=False)
