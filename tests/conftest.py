@@ -77,6 +77,7 @@ def caplog(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
     asyncio logs their lost errors when that happens.
     """
     gc.collect()
+    gc.freeze()  # what lives now is not looked at again before every test
     return caplog
 
 
