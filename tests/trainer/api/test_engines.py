@@ -103,7 +103,7 @@ def test_servers_share_the_prompts_and_get_every_version(base_model: Path, tmp_p
         (
             "embedded",
             {"rollout.engine_args": []},
-            r"SGLang that the trainer starts.*engine='sglang'",
+            r"SGLang server that the trainer itself starts.*engine='sglang'",
         ),
         (
             "sglang",
