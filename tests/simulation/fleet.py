@@ -36,7 +36,7 @@ from trainer.weights.publisher import Publisher
 
 _VERSIONS = 3
 _MORE_VERSIONS = 6
-"""Of a run in which calls hang, which ends a node's part for a while, and does so again."""
+"""More versions for a run in which calls hang: that ends a node's part for a while, and does so again."""
 _FAULTS_S = 30.0
 _FENCE_S = 60.0
 _LIMIT_S = 2_000.0
