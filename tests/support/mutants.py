@@ -56,6 +56,7 @@ _TESTS = {
     "common/weights": ["tests/trainer/weights", "tests/services/rollout"],
     "jobgroup/doctor": ["tests/jobgroup"],
     "learning/experts.py": ["tests/learning", "tests/trainer/policy"],
+    "learning/liveness.py": ["tests/learning"],
     "learning/sharding.py": ["tests/learning", "tests/trainer/policy"],
     "services/data/stream.py": ["tests/services/data"],
     "services/replay/store.py": ["tests/services/replay"],
