@@ -14,6 +14,8 @@ _MASK = (1 << 64) - 1
 _GAMMA = 0x9E3779B97F4A7C15
 GREEDY_BELOW = 1e-6
 """Temperatures below this are greedy."""
+_ONE_LEVEL = 1024
+"""Largest vocabulary over all of which a cumulative sum is taken."""
 FIELDS = ("token", "position", "temperature", "top_p", "uniform", "top_k", "min_p")
 """Fields of a row's state; `uniform` is the random number for its next token. Barred tokens (or -1)
 follow them."""
@@ -75,29 +77,31 @@ def sample(logits: Tensor, state: Tensor, plain: bool, kept: int = 0) -> Tensor:
     if not plain:
         greedy = temperature < GREEDY_BELOW
         temperature = torch.where(greedy, 1.0, temperature)
-    scaled = logits / temperature.float()[:, None]
-    scaled -= scaled.amax(-1, keepdim=True)
-    weights = scaled.exp()
+    weights = torch.softmax(logits / temperature.float()[:, None], -1)
     more: tuple[Tensor, ...] = ()
     if plain:
         tokens, normaliser = _draw(weights, uniform)
     else:
+        # Not 1: over a large vocabulary, softmax sums coarsely.
         normaliser = weights.sum(-1, dtype=torch.float64)
-        probs = weights / normaliser[:, None].float()
-        is_kept, order, count = _truncate(probs, top_p.float(), top_k, min_p=min_p.float())
+        is_kept, order, count = _truncate(weights, top_p.float(), top_k, min_p=min_p.float())
         left = torch.where(is_kept, weights, 0.0)
         tokens = torch.where(greedy, logits.argmax(-1), _draw(left, uniform)[0])
         if kept:
             order[:, 0] = torch.where(greedy, tokens, order[:, 0])
-            of_token = scaled.gather(1, tokens[:, None])[:, 0]
-            among = of_token - left.sum(-1, dtype=torch.float64).log()
+            among = _of_tokens(weights, tokens) - left.sum(-1, dtype=torch.float64).log()
             more = (
                 torch.where(greedy, 0.0, among),
                 torch.where(greedy, 1, count),
                 *order[:, :kept].T,
             )
-    logprobs = scaled.gather(1, tokens[:, None])[:, 0] - normaliser.log() + invalid
+    logprobs = _of_tokens(weights, tokens) - normaliser.log() + invalid
     return torch.stack([row.double() for row in (tokens, logprobs, *more)])
+
+
+def _of_tokens(weights: Tensor, tokens: Tensor) -> Tensor:
+    """Returns the logarithms [B] of the weights [B, V] of one token a row."""
+    return weights.gather(1, tokens[:, None])[:, 0].log()
 
 
 def _barred(logits: Tensor, barred: Tensor) -> Tensor:
@@ -109,27 +113,36 @@ def _barred(logits: Tensor, barred: Tensor) -> Tensor:
 
 
 def _draw(weights: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
-    """Inverts the cumulative distribution in two levels, block and token, as a cumulative sum over
-    all of V is slow. Returns the tokens and the sums of the weights.
+    """Inverts the cumulative distribution. Returns the tokens and the sums of the weights.
 
-    Sums are float64, so that unlikely tokens of a large vocabulary keep their share.
+    A cumulative sum over all of a large V is slow: there it takes two levels, block and token. Sums
+    are float64, so that unlikely tokens of a large vocabulary keep their share.
     """
     rows, vocabulary = weights.shape
+    if vocabulary <= _ONE_LEVEL:
+        cumulative = weights.cumsum(-1, dtype=torch.float64)
+        total = cumulative[:, -1]
+        return _first_above(cumulative, (uniform * total)[:, None])[:, 0], total
+
     width = 1 << (vocabulary.bit_length() // 2)
     blocks = torch.nn.functional.pad(weights, (0, -vocabulary % width)).view(rows, -1, width)
     sums = blocks.sum(-1, dtype=torch.float64)
     cumulative = sums.cumsum(-1)
     total = cumulative[:, -1]
     target = (uniform * total)[:, None]
-    block = torch.searchsorted(cumulative, target, right=True).clamp(max=blocks.shape[1] - 1)
+    block = _first_above(cumulative, target)
     target -= cumulative.gather(1, block) - sums.gather(1, block)
     of_block = blocks.gather(1, block[..., None].expand(rows, 1, width))[:, 0]
-    inside = of_block.cumsum(-1, dtype=torch.float64)
-    # Rounding may put the target at the end of the block: keep it on the last token with any
-    # weight.
-    target = torch.minimum(target, inside[:, -1:].nextafter(inside.new_zeros(1)))
-    token = torch.searchsorted(inside, target, right=True).clamp(max=width - 1)
+    token = _first_above(of_block.cumsum(-1, dtype=torch.float64), target)
     return (block * width + token)[:, 0].clamp(max=vocabulary - 1), total
+
+
+def _first_above(cumulative: Tensor, target: Tensor) -> Tensor:
+    """Returns the first place [B, 1] whose cumulative sum [B, N] is above the target [B, 1]."""
+    # Rounding may put the target at the end: keep it on the last place with any weight.
+    end = cumulative[:, -1:]
+    target = torch.minimum(target, end.nextafter(end.new_zeros(())))
+    return torch.searchsorted(cumulative, target, right=True).clamp(max=cumulative.shape[1] - 1)
 
 
 def _truncate(
