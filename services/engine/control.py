@@ -186,17 +186,21 @@ def add_info(app: FastAPI, engine: Engine) -> None:
         nonlocal counted_at, counted, rate
         now = time.monotonic()
         tokens = _total(engine.scheduler.generated)
-        prompt_tokens = _total(engine.scheduler.prefilled)
         if now - counted_at >= _RATE_S:
             rate = (tokens - counted) / (now - counted_at)
             counted_at = now
             counted = tokens
         running = engine.running
         waiting = engine.waiting
-        load: dict[str, float] = {"num_running_reqs": running, "num_waiting_reqs": waiting}
-        load |= {"dp_rank": 0, "num_total_reqs": running + waiting, "gen_throughput": rate}
-        load["max_running_requests"] = engine.scheduler.max_running
-        load["computed_tokens"] = tokens + prompt_tokens
+        load = {
+            "dp_rank": 0,
+            "num_running_reqs": running,
+            "num_waiting_reqs": waiting,
+            "num_total_reqs": running + waiting,
+            "max_running_requests": engine.scheduler.max_running,
+            "gen_throughput": rate,
+            "computed_tokens": tokens + _total(engine.scheduler.prefilled),
+        }
         return {
             "timestamp": time.time(),
             "version": app.version,

@@ -152,10 +152,9 @@ class Rows:
         """Removes rows and fills the gaps with the last ones. Returns (target, source) of the rows
         that moved: of A B C D E without A and D, ([0], [4]) leaves E B C.
         """
-        gone = set(rows)
         keep = len(self) - len(rows)
-        holes = sorted(row for row in gone if row < keep)
-        movers = [row for row in range(keep, len(self)) if row not in gone]
+        holes = sorted(row for row in rows if row < keep)
+        movers = sorted({*range(keep, len(self))} - {*rows})
         if holes:
             for array in self.state.values():
                 array[holes] = array[movers]
