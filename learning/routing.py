@@ -74,8 +74,8 @@ class Routers:
         """Layers of the model, those without experts included."""
         self.given: Tensor | None = None
         """[layers · top_k, T] 1 + the expert to use for each token of the next passes, 0 where the
-        router chooses; None: it chooses for all. It also holds in the backward pass, where layers
-        may be computed again."""
+        router chooses, with one column for all tokens; None: it chooses for all. It also holds in
+        the backward pass, where layers may be computed again."""
         self._recorded: list[Tensor | None] | None = None
 
         # Numbers of the layers with experts.
@@ -188,7 +188,7 @@ class _Selection(TorchFunctionMode):  # type: ignore[misc]  # torch is not typed
     Args:
         experts: number of scores of a token, by which the call is recognised.
         top_k: number of experts of a token, likewise.
-        given: [T, top_k] as `Routers.given`.
+        given: [T or 1, top_k] as `Routers.given`.
     """
 
     def __init__(self, experts: int, top_k: int, given: Tensor | None) -> None:
@@ -216,7 +216,9 @@ class _Selection(TorchFunctionMode):  # type: ignore[misc]  # torch is not typed
         self.count += 1
         indices = found.indices
         if self._given is not None:
-            given = self._given.long().reshape(indices.shape) - 1
+            given = self._given.long() - 1
+            if len(given) > 1:
+                given = given.reshape(indices.shape)
             indices = torch.where(given < 0, indices, given)
             found = torch.return_types.topk((scores.gather(-1, indices), indices))
         self.chosen = indices.reshape(-1, self._top_k)

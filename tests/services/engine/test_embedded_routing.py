@@ -12,6 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from benchmarks.routing import write_model as write_mixture
 from services.engine.engine import Engine
 from services.engine.jobs import GenerationJob, SamplingParams
 from services.engine.model import Model
@@ -131,3 +132,16 @@ def test_a_part_of_the_experts_is_refused(dense: Path) -> None:
     body = GenerateBody.model_validate({"input_ids": [20, 21], "routed_experts_start_len": 1})
     with raises(BadRequest, field="routed_experts_start_len", value="1"):
         body.prompts(Model(dense, 128))
+
+
+def test_a_mixture_whose_routing_rounding_decides_is_served(dense: Path, tmp_path: Path) -> None:
+    write_mixture(tmp_path / "tied", 32, tied=True, tokenizer=dense)
+    made = Engine(Model(tmp_path / "tied", 128), max_running=8, weight_version="0")
+    made.start()
+    try:
+        [sequence, *_] = jobs(made, return_routed_experts=True)[0].done.result(LIMIT_S)
+        found = answer(sequence, made.model.tokenizer)
+        experts = np.frombuffer(base64.b64decode(found["meta_info"]["routed_experts"]), "<i4")
+        assert len(set(experts.tolist())) > 8, "every token has the experts of the check"
+    finally:
+        made.stop()

@@ -2,6 +2,7 @@
 seed and position."""
 
 import numpy as np
+import pytest
 import torch
 
 from common.clients.rollout import sample_seed
@@ -45,6 +46,25 @@ def test_embedded_sampling_follows_the_distribution_also_at_a_temperature() -> N
         counted = torch.bincount(tokens, minlength=45) / ROWS
         assert ((counted - wanted).abs() < 5 * (wanted * (1 - wanted) / ROWS).sqrt() + 1e-4).all()
         torch.testing.assert_close(logprobs, wanted.log()[tokens], atol=1e-6, rtol=1e-6)
+
+
+@pytest.mark.parametrize("vocabulary", [1, 45, 1024, 1025, 3001])
+def test_embedded_sampling_draws_the_token_in_whose_share_the_number_falls(
+    vocabulary: int,
+) -> None:
+    generator = torch.Generator().manual_seed(vocabulary)
+    logits = 3 * torch.randn(400, vocabulary, generator=generator)
+    uniform = torch.rand(400, generator=generator, dtype=torch.float64)
+    tokens, logprobs = drawn(logits, 1.0, 1.0, uniform)
+
+    exponentials = np.exp(logits.double().numpy())
+    shares = exponentials / exponentials.sum(-1, keepdims=True)
+    end = shares.cumsum(-1)[np.arange(400), tokens]
+    share = shares[np.arange(400), tokens]
+    rounding = 1e-6
+    assert (end - share - rounding <= uniform.numpy()).all()
+    assert (uniform.numpy() <= end + rounding).all()
+    np.testing.assert_allclose(logprobs, np.log(share), atol=1e-5)
 
 
 def test_embedded_sampling_never_draws_an_impossible_token() -> None:
