@@ -32,7 +32,7 @@ prompt 1 fail once:
 | 0 is stored, 1 is tried again | waiting | generating | | 0 |
 | 1 is stored too: `wait_until_idle` returns | waiting | waiting | | 0 |
 | the trainer takes both | training | training | | 0 |
-| both are acknowledged: the data-server gives the last prompt (`expect_slots`) | | | | 0 |
+| both are being acknowledged: the data-server gives the last prompt (`expect_slots`) | | | | 0 |
 | the engines serve the new weights | | | generating | 1 |
 
 With max_staleness 0 nothing is generated while the weights change. Otherwise, if groups are trained

@@ -320,20 +320,29 @@ class Rollouts:
             item.group.id: self._priority(item.group, advantages)
             for item, advantages in zip(batch.groups, batch.mean_advantages(), strict=True)
         }
-        finish = self._finish(batch, priorities, self._batches)
-        self._finish_acknowledging = self._loop.begin(finish)
+        self._finish_acknowledging = self._loop.begin(
+            self._finish(batch, priorities, self._batches)
+        )
 
     async def _finish(self, batch: Batch, priorities: dict[str, float], number: int) -> None:
+        fresh = batch.fresh
+        has_curriculum = self._config.data.curriculum != "none"
+        if not has_curriculum:
+            # The next prompts do not depend on this batch: they come while its groups are
+            # acknowledged, which may take longer than the engines need for the new weights.
+            self._collector.expect_slots(len(fresh))
+
         with self._clock.stage("replay"):
-            await self._collector.acknowledge(batch.fresh)
-            request_id = f"{self._run_id}-batch-{number}"
-            await self._services.replay.set_priorities(priorities, request_id)
-        if self._config.data.curriculum != "none":
-            prompt_ids = [group.prompt_id for group in batch.fresh]  # they come first
-            rates = batch.pass_rates[: len(prompt_ids)]
-            request_id = f"{self._run_id}-pass-rates-{number}"
-            await self._services.data.report_pass_rates(prompt_ids, rates, request_id)
-        self._collector.expect_slots(len(batch.fresh))
+            await self._collector.acknowledge(fresh)
+            await self._services.replay.set_priorities(priorities, f"{self._run_id}-batch-{number}")
+
+        if has_curriculum:
+            await self._services.data.report_pass_rates(
+                [group.prompt_id for group in fresh],
+                batch.pass_rates[: len(fresh)],  # the fresh groups come first
+                f"{self._run_id}-pass-rates-{number}",
+            )
+            self._collector.expect_slots(len(fresh))
 
     def free_slots(self, batch: Batch, *, when: "Future[None]") -> None:
         """Frees the slots of the batch's fresh groups as soon as `when` is done: when the engines
