@@ -124,7 +124,8 @@ class TaskRun:
 
     def _tell(self, failed: Node, then: str) -> None:
         self.screen.say(f"{failed.name} {how_ended(self.status)}: {then}", loud=True)
-        if self.state != "FAILED" and self.screen.follow is not None:
+        # The lines of the node that is followed were shown already.
+        if self.state != "FAILED" and self.screen.follow not in (None, failed.name):
             self.screen.tail(failed.name, failed.last_lines, failed.log)
 
 

@@ -255,6 +255,23 @@ def test_follow_relays_bytes_as_they_are(local: "LocalRun") -> None:
     assert "SUCCEEDED" in err
 
 
+def test_the_lines_of_a_node_that_is_followed_are_shown_once(local: "LocalRun") -> None:
+    """Those of another node that is started again are shown, since nobody has seen them."""
+    fails = "test -e $FOLDER/NAME && exec sleep 600; touch $FOLDER/NAME; echo words of NAME; exit 3"
+    waits = "until [ -e $FOLDER/other ]; do sleep 0.02; done; echo words of main; "
+    again = "resources: {job_recovery: {max_restarts_on_errors: 1}}"
+    _, out, err = local.run(
+        f"{HEADER}---\nname: other\n{again}\nrun: {fails.replace('NAME', 'other')}\n"
+        f"---\nname: main\n{again}\n"
+        f"run: test -e $FOLDER/main && exit 0; {waits} touch $FOLDER/main; exit 3\n",
+        *("--follow", "main"),
+    )
+    assert out == "words of main\n"
+    assert "main-0 ended with status 3" in err
+    assert "words of main" not in err
+    assert "words of other" in err
+
+
 def test_a_low_limit_of_open_files_is_raised(local: "LocalRun") -> None:
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     local.start(f"{HEADER}---\nname: main\nrun: ulimit -n\n", open_files=1024)
