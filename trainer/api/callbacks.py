@@ -25,7 +25,7 @@ from transformers.trainer_callback import (
 
 from common import Json
 from common.errors import ConfigError, did_you_mean
-from trainer.api.output import link_checkpoint
+from trainer.api.output import link_checkpoint, remove_dead_links
 from trainer.api.refusals import names_in
 from trainer.api.settings import TrainerConfig
 from trainer.observe.run_dir import append_line, read_lines
@@ -289,6 +289,10 @@ class CheckpointLinks(TrainerCallback):  # type: ignore[misc]  # transformers ha
 
     def on_save(self, *_: Any, checkpoint: Path, **__: Any) -> None:
         link_checkpoint(self._directory, checkpoint)
+
+    def on_train_end(self, *_: Any, **__: Any) -> None:
+        # The last checkpoint has taken the place of an older one since its link was made.
+        remove_dead_links(self._directory)
 
 
 def _named_evaluation(summary: Json) -> Numbers:

@@ -344,17 +344,22 @@ class OnlineRLTrainer:
         newest checkpoint.
 
         Args:
-            resume_from_checkpoint: continue the run in `output_dir` from its newest checkpoint, if
-                there is one; or the path of this checkpoint.
+            resume_from_checkpoint: continue the run in `output_dir` from its newest checkpoint, or
+                from its beginning if it has none; or the path of this checkpoint.
 
         Raises ConfigError when `output_dir` holds another run and neither this nor
-        `overwrite_output_dir` is set, and ServiceError when training fails.
+        `overwrite_output_dir` is set, or no run and this is set, and ServiceError when training
+        fails.
         """
         self._read_changes()
         resume = bool(resume_from_checkpoint) or self._began
         if isinstance(resume_from_checkpoint, str | Path):
             check_newest(self.output_dir, Path(resume_from_checkpoint))
-        check_output(self.output_dir, resume or self.config.overwrite_output_dir)
+        check_output(
+            self.output_dir,
+            resume or self.config.overwrite_output_dir,
+            resume=resume_from_checkpoint is True,
+        )
         # A run with a checkpoint has called its functions before.
         if on_use.newest(self.output_dir / "checkpoints") is None:
             self._try_rewards()
@@ -525,7 +530,7 @@ class OnlineRLTrainer:
 
     def samples(self, step: int | None = None) -> Any:
         """Returns one group of each step, or of `step`, as a DataFrame: step, prompt, completion,
-        reward, correct.
+        reward, correct (None where the reward is not a verdict).
         """
         import pandas
 
@@ -534,6 +539,9 @@ class OnlineRLTrainer:
             for group in read_lines(self.output_dir / "samples.jsonl")
             if step in (None, group["step"])
         ]
+        for completion in (each for group in groups for each in group["completions"]):
+            if not completion["verified"]:
+                completion["correct"] = None
         table = pandas.json_normalize(groups, "completions", ["step", "prompt"])
         table = table.rename(columns={"text": "completion"})
         return table.reindex(columns=["step", "prompt", "completion", "reward", "correct"])

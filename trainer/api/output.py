@@ -29,15 +29,24 @@ _CONTENT = (
     "regrade.jsonl",
     "why.json",
     "fork.json",
+    "ground_truths.json",
 )
 
 
-def check_output(directory: Path, may_hold_run: bool) -> None:
-    """Creates `directory`. Raises ConfigError if that fails, or if it holds a run and
-    `may_hold_run` is false. One that ended before its first step counts for nothing.
+def check_output(directory: Path, may_hold_run: bool, resume: bool) -> None:
+    """Creates `directory`. Raises ConfigError if that fails, if it holds a run and `may_hold_run`
+    is false, or if it holds none and `resume` is true. One that ended before its first step may be
+    resumed or replaced.
     """
     is_used = any((directory / name).exists() for name in _CONTENT)
     has_checkpoint = any(directory.glob("checkpoints/*"))
+    if resume and not is_run(directory) and not has_checkpoint:
+        raise ConfigError(
+            "there is no run to continue in this output directory",
+            field="resume_from_checkpoint",
+            value=str(directory),
+            remedy="leave it out to begin a run, or name the output directory of the run",
+        )
     is_without_step = is_run(directory) and not has_step(directory) and not has_checkpoint
     if is_used and not may_hold_run and not is_without_step:
         raise ConfigError(
@@ -75,13 +84,18 @@ def link_checkpoint(directory: Path, checkpoint: Path) -> None:
     removes the links to those that are gone.
     """
     step = int(checkpoint.name.removeprefix("step_"))
+    remove_dead_links(directory)
     with suppress(OSError):  # a mounted bucket has no links
-        for old in directory.glob("checkpoint-*"):
-            if old.is_symlink() and not old.exists():
-                old.unlink()
         link = directory / f"checkpoint-{step}"
         link.unlink(missing_ok=True)
         link.symlink_to(checkpoint.relative_to(directory))
+
+
+def remove_dead_links(directory: Path) -> None:
+    """Removes the links to checkpoints that are gone."""
+    for link in directory.glob("checkpoint-*"):
+        if link.is_symlink() and not link.exists():
+            link.unlink()
 
 
 def remove_run(directory: Path) -> None:

@@ -2,7 +2,7 @@
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from common import Json
 from trainer.api import on_use
@@ -31,13 +31,24 @@ class WithTransformersNames(OnlineRLTrainer):
         return super().save_model(path or output_dir)
 
     def evaluate(
-        self, dataset: Any = None, k: Any = 1, *_: Any, eval_dataset: Any = None, **__: Any
+        self,
+        dataset: Any = None,
+        k: Any = 1,
+        metric_key_prefix: str = "eval",
+        *,
+        eval_dataset: Any = None,
+        ignore_keys: Any = None,
     ) -> EvaluationResults:
-        """See `OnlineRLTrainer.evaluate`; `eval_dataset` is TRL's name of the data set, and its
-        further arguments have no effect.
+        """See `OnlineRLTrainer.evaluate`; the result also has the mean reward and the accuracy by
+        TRL's names, `eval_reward` and `eval_accuracy`. `eval_dataset` is TRL's name of the data
+        set, and `ignore_keys`, its second argument, has no effect.
         """
         given = eval_dataset if dataset is None else dataset
-        return super().evaluate(given, k if isinstance(k, int) else 1)
+        results = super().evaluate(given, k if isinstance(k, int) else 1)
+        named = {f"{metric_key_prefix}_reward": results["mean_reward"]}
+        if results["accuracy"] is not None:
+            named[f"{metric_key_prefix}_accuracy"] = results["accuracy"]
+        return cast("EvaluationResults", {**results, **named})
 
     @property
     def callback_handler(self) -> "Hooks":

@@ -333,9 +333,8 @@ _REFUSED = {
     "every prompt is drawn exactly once in each epoch, in an order that the seed decides": (
         "train_sampling_strategy"
     ),
-    "AdamW, decoupled, with epsilon 1e-8": (
-        "optim_args adam_epsilon optim_target_modules neftune_noise_alpha"
-    ),
+    "AdamW, decoupled, with epsilon 1e-8": "optim_args adam_epsilon optim_target_modules",
+    "no noise is added to embeddings": "neftune_noise_alpha",
     "checkpoints/best is the best one": "load_best_model_at_end",
     "scale or clip rewards in the reward function, which may also see whether an answer ended": (
         "reward_clip_range normalize_reward whiten_rewards missing_eos_penalty"

@@ -152,7 +152,8 @@ def _train(arguments: Namespace) -> None:
     described |= data_settings
     data = from_mapping(described).data
     if config.output_dir is not None:
-        check_output(config.output_dir, arguments.resume or config.overwrite_output_dir)
+        resume = arguments.resume
+        check_output(config.output_dir, resume or config.overwrite_output_dir, resume=resume)
     if save_to is not None:
         make_directory(save_to, "--save-to")
     check_model(config.model_name_or_path, "model_name_or_path", is_policy=True)

@@ -25,7 +25,10 @@ args = GRPOConfig(output_dir="out", max_steps=1, num_generations=4, max_completi
                   per_device_train_batch_size=4, eval_strategy="steps", eval_steps=1)
 trainer = GRPOTrainer(sys.argv[1], accuracy, args, Dataset.from_list(rows), Dataset.from_list(rows[:2]))
 trainer.train()
-assert trainer.evaluate()["num_ungraded"] == 0
+metrics = trainer.evaluate()
+assert metrics["num_ungraded"] == 0
+assert metrics["eval_reward"] == metrics["mean_reward"]
+assert "test_reward" in trainer.evaluate(metric_key_prefix="test")
 print("graded", trainer.state.log_history[-1]["mean_reward"])
 """
 SAVED = """

@@ -102,6 +102,7 @@ def test_functions_get_what_trl_gives_them(base_model: Path, tmp_path: Path) -> 
     table = trainer.samples()
     assert list(table.columns) == ["step", "prompt", "completion", "reward", "correct"]
     assert len(table) == 16
+    assert set(table["correct"]) == {None}, "the rewards are not verdicts"
 
 
 class Watch(TrainerCallback):  # type: ignore[misc]
@@ -189,11 +190,13 @@ def test_a_checkpoint_that_is_due_and_asked_for_is_written_once(
     result = GRPOTrainer(
         str(base_model),
         length,
-        config(tmp_path, max_steps=2, save_steps=1),
+        config(tmp_path, max_steps=2, save_steps=1, save_total_limit=1),
         ROWS,
         callbacks=[Asks()],
     ).train()
     assert saved == [1, 2]
+    links = [path.name for path in result.output_dir.glob("checkpoint-*")]
+    assert links == ["checkpoint-2"], "the other one is gone"
     assert result.evaluations == [], "there is nothing held out"
 
 

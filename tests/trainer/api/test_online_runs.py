@@ -16,6 +16,7 @@ from common.errors import ConfigError, ServiceError
 from services.data.tiny import problems
 from tests.support.errors import raises
 from trainer import ModelEvaluator, OnlineRLTrainer, RewardFunction, TrainerConfig
+from trainer.api.output import remove_run
 
 pytestmark = pytest.mark.integration
 
@@ -201,10 +202,18 @@ def test_an_output_directory_with_a_run_is_not_reused_silently(
         fields(base_model, tmp_path, max_steps=1, overwrite_output_dir=True), Short(), ROWS
     ).train()
     assert [line["step"] for line in replaced.history] == [1]
+    remove_run(replaced.output_dir)
+    assert [path.name for path in replaced.output_dir.iterdir()] == [".lock"]
 
 
-def test_resuming_without_a_checkpoint_starts_a_run(base_model: Path, tmp_path: Path) -> None:
+def test_resuming_needs_a_run_but_no_checkpoint(base_model: Path, tmp_path: Path) -> None:
     trainer = OnlineRLTrainer(fields(base_model, tmp_path, max_steps=1), Short(), ROWS)
+    with raises(ConfigError, field="resume_from_checkpoint"):
+        trainer.train(resume_from_checkpoint=True)
+    assert not any(trainer.output_dir.iterdir() if trainer.output_dir.exists() else ())
+    # A run that was killed before its first checkpoint begins again.
+    trainer.output_dir.mkdir(exist_ok=True)
+    (trainer.output_dir / "attempts.jsonl").write_text('{"time": 0.0, "step": 0}\n')
     assert trainer.train(resume_from_checkpoint=True).global_step == 1
 
 
