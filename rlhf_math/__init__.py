@@ -48,7 +48,7 @@ def _activate() -> None:
             raise ImportError(
                 f"rlhf_math needs its own package {name} in {ROOT / name}, "
                 f"but another one is imported already: {origin}. "
-                f"Import rlhf_math first, or in a separate process (environment)."
+                f"Rename it if it is yours; else import rlhf_math in a process of its own."
             )
         warnings.warn(
             f"{name} is now rlhf_math's own package in {ROOT / name}; "

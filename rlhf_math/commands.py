@@ -9,6 +9,7 @@ import sys
 
 from rlhf_math import PACKAGES, ROOT  # isort: skip  (it makes the others importable)
 
+from common import VERSION
 from common.errors import ConfigError, did_you_mean
 from common.process.cli import fail
 
@@ -39,6 +40,9 @@ def main() -> None:
     word = sys.argv[1] if len(sys.argv) > 1 else "--help"
     if word in ("-h", "--help"):
         print(_help())
+        return
+    if word == "--version":
+        print(f"rlhf-math {VERSION}")
         return
 
     module = COMMANDS[word][0] if word in COMMANDS else word

@@ -62,6 +62,9 @@ class CommandParser(argparse.ArgumentParser):
             field = problem
             problem = "this argument is required"
             remedy = f"add it; {remedy}"
+        elif not problem:  # a message about several arguments
+            problem = options
+            field = ""
         elif problem == "expected one argument":
             problem = "it has no value"
             remedy = f"write {field} VALUE"

@@ -63,8 +63,10 @@ def make_directory(path: Path, field: str) -> None:
             pass
     except OSError as error:
         if error.errno in _NEVER:
+            is_file = isinstance(error, FileExistsError)
+            problem = "a file has this name" if is_file else error.strerror
             raise ConfigError(
-                f"the directory is not writable: {error.strerror}",
+                f"the directory is not writable: {problem}",
                 field=field,
                 value=str(path),
                 remedy="name another directory",

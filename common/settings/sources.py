@@ -244,10 +244,12 @@ def merge(low: dict[str, Any], high: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def near(name: str, known: Iterable[str]) -> list[str]:
-    """Returns the known settings that a misspelt name may mean: the nearest one, or those of any
-    section with the nearest last word.
+    """Returns the known settings that a misspelt name may mean: the name of the section that it is,
+    the nearest one, or those of any section with the nearest last word.
     """
     leaves = {setting: setting.rpartition(".")[2] for setting in known}
+    if f"{name}.name" in leaves:  # `--model DIR`, as other commands have it
+        return [f"{name}.name"]
     found = difflib.get_close_matches(name, leaves, n=1, cutoff=0.8)
     if found:
         return found

@@ -33,7 +33,8 @@ def read_file(path: Path) -> Iterator[Row]:
         stop(f"{path.name} is not in UTF-8: {found}", path, "save the file in UTF-8")
     except (OSError, ValueError, RecursionError, csv.Error) as error:
         where = "" if str(error).startswith(path.name) else f"{path.name} cannot be read: "
-        stop(f"{where}{error}", path, "repair the file")
+        is_absent = isinstance(error, FileNotFoundError)
+        stop(f"{where}{error}", path, "correct its name" if is_absent else "repair the file")
 
 
 def file_of_split(folder: Path, split: str) -> Path:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from common import VERSION
 from rlhf_math.commands import COMMANDS
 from tests.support.package.installed_wheel import Installed
 from tests.support.paths import ROOT
@@ -50,6 +51,7 @@ def test_the_commands_are_listed_and_an_unknown_one_is_refused(installed: Instal
         assert command in done.stdout
         assert purpose in done.stdout
     assert str(installed.site_packages / "rlhf_math" / "checkout" / "jobgroup") in done.stdout
+    assert installed.run("rlhf", "--version").stdout == f"rlhf-math {VERSION}\n"
     done = installed.run("rlhf", "diagnos")
     assert done.returncode == 2
     assert "diagnos" in done.stderr

@@ -16,7 +16,7 @@ from common.process.cli import CommandParser, positive, run
 from common.process.storage import storing
 from trainer.audit.comparison import STAGES, StageOutcome
 from trainer.audit.waits import waits_told
-from trainer.observe.run_dir import check_run
+from trainer.observe.run_dir import audited_steps, check_run, not_audited
 from trainer.tinker.settings import RECORDED
 
 _EPILOG = """\
@@ -101,12 +101,12 @@ def main(argv: list[str] | None = None) -> None:
     # The record of a Tinker server is of operations, not of steps.
     if (arguments.run_dir / RECORDED).exists():
         raise SystemExit(_audit_tinker(arguments.run_dir, words))
-    if not arguments.certify and arguments.step is None:
-        made.error("one of the arguments --step --certify --check is required")
+    # What is wrong is said before the libraries are loaded.
+    check_run(arguments.run_dir)
+    recorded = audited_steps(arguments.run_dir)
     if arguments.certify:
         if not arguments.seed:
             made.error("the following arguments are required: --seed")
-        check_run(arguments.run_dir)
         from trainer.audit.certify import certify  # torch: slow to import
 
         more = ["--recorded-tools"] if arguments.recorded_tools else []
@@ -119,9 +119,10 @@ def main(argv: list[str] | None = None) -> None:
                 more=more,
             )
         )
+    if arguments.step not in recorded:
+        raise not_audited(arguments.step, recorded)
     stages = [stage for word, stage in _STAGES_BY_WORD.items() if word in arguments.stages]
     is_one_of_several = _RANK in os.environ
-    check_run(arguments.run_dir)
 
     with waits_told():
         from trainer.audit.reexecution import StepReexecution  # torch: slow to import

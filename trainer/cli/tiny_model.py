@@ -40,6 +40,9 @@ def main(argv: list[str] | None = None) -> None:
             value=str(directory),
             remedy="remove it, or name another directory",
         )
+    if directory.exists():
+        print(f"{directory} has a model already, which is kept")
+        return
     make_directory(directory.parent, "DIRECTORY")
     with heavy_imports():
         from trainer.cli.tiny_base import build

@@ -25,7 +25,6 @@ from msgspec import ValidationError
 from torch import Tensor
 
 from common import VERSION, Json
-from common.errors import ConfigError
 from common.weights.checksums import Hasher
 from common.wire.schemas import Float32
 from learning.digest import digest
@@ -33,7 +32,14 @@ from learning.ranks import Ranks
 from learning.sharding import named_tensors
 from trainer.algorithms.batch import Batch
 from trainer.observe.catalogue import Texts
-from trainer.observe.run_dir import AUDIT, append_line, damaged, read_lines
+from trainer.observe.run_dir import (
+    AUDIT,
+    append_line,
+    audited_steps,
+    damaged,
+    not_audited,
+    read_lines,
+)
 from trainer.policy.critic import ValueFunction
 from trainer.policy.policy import Policy, PolicyUpdate
 from trainer.rollouts.requests import sampling_seed
@@ -197,13 +203,7 @@ class AuditRecord:
 
     def __init__(self, run_dir: Path) -> None:
         self.path = run_dir / AUDIT
-        if not self.path.is_file():
-            raise ConfigError(
-                "this run has no audit record",
-                field="trainer.audit",
-                value=str(self.path),
-                remedy="name the directory of a run that was made with trainer.audit true",
-            )
+        audited_steps(run_dir)
         self._starts: dict[str, AuditedStart] = {}
         self._steps: dict[int, AuditedStep] = {}
         for line in read_lines(self.path):
@@ -228,13 +228,7 @@ class AuditRecord:
     def step(self, step: int) -> AuditedStep:
         """Returns the line of a step. Raises ConfigError when there is none."""
         if step not in self._steps:
-            known = f"{min(self._steps)} to {max(self._steps)}" if self._steps else "none"
-            raise ConfigError(
-                f"the audit record lacks step {step}",
-                field="--step",
-                value=step,
-                remedy=f"name a recorded step: {known}",
-            )
+            raise not_audited(step, self._steps)
         return self._steps[step]
 
     def start(self, step: AuditedStep) -> AuditedStart:

@@ -11,7 +11,7 @@ import json
 import logging
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import IO, Self, cast
@@ -254,7 +254,8 @@ class Recorder:
             # Those with another verdict than before come first.
             pairs.sort(key=lambda pair: pair[0]["correct"] == pair[1]["correct"])
             for old, new in pairs[:_SHOWN_PROBLEMS]:
-                self.say(f"\nproblem: {old['prompt']}  (answer {old['ground_truth']})")
+                truth = f"  (answer {old['ground_truth']})" if old["ground_truth"] else ""
+                self.say(f"\nproblem: {old['prompt']}{truth}")
                 self.say(f"  before: {_one_line(old)}\n  after:  {_one_line(new)}")
         self.say(f"\ncheckpoint: {checkpoint}\nrun:        {self.directory}")
 
@@ -304,6 +305,30 @@ def check_run(directory: Path) -> None:
         raise no_run(directory)
     if not has_step(directory):
         raise no_step(str(directory))
+
+
+def audited_steps(directory: Path) -> set[int]:
+    """Returns the steps in the audit record of a run. Raises ConfigError without a record."""
+    path = directory / AUDIT
+    if not path.is_file():
+        raise ConfigError(
+            "this run has no audit record",
+            field="trainer.audit",
+            value=str(path),
+            remedy="name the directory of a run that was made with trainer.audit true",
+        )
+    return {line["step"] for line in read_lines(path) if line.get("kind") == "step"}
+
+
+def not_audited(step: int | None, steps: Collection[int]) -> ConfigError:
+    """Returns the error for a step that is not in the audit record, or not named at all."""
+    known = f"{min(steps)} to {max(steps)}" if steps else "none"
+    return ConfigError(
+        "no step of the audit record is named",
+        field="--step",
+        value=step,
+        remedy=f"name a recorded step: {known}",
+    )
 
 
 def has_step(directory: Path) -> bool:

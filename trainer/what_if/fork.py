@@ -18,7 +18,7 @@ from trainer.cli.commands import add_settings, run_parser
 from trainer.cli.compare import compare, evaluated
 from trainer.dashboard.runs import RunReader
 from trainer.observe.group_files import LINES
-from trainer.observe.run_dir import check_run, read_lines
+from trainer.observe.run_dir import AUDIT, check_run, read_lines
 
 _EPILOG = """\
 examples:
@@ -75,6 +75,16 @@ def main(argv: list[str] | None = None) -> None:
             remedy="name another one",
         )
     changes = dict(arguments.set)
+    known = sorted(path.name for path in run_dir.glob("checkpoints/step_*"))
+    # Before the libraries are loaded.
+    if f"step_{step:06d}" not in known and not (run_dir / AUDIT).is_file():
+        raise ConfigError(
+            "the run has no checkpoint of this step, and no audit record to compute it from",
+            field="--step",
+            value=step,
+            remedy=f"name the step of a checkpoint ({', '.join(known) or 'there is none'}); of a "
+            "run with trainer.audit true, any step will do",
+        )
     with waits_told():
         from trainer.start.in_process import train_in_process  # torch: slow to import
         from trainer.what_if.forking import prepared

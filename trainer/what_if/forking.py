@@ -30,6 +30,7 @@ from trainer.observe.run_dir import (
     ATTEMPTS,
     AUDIT,
     append_line,
+    damaged,
     read_lines,
     read_settings,
     reward_names,
@@ -232,14 +233,7 @@ def _begin(
     history: WeightHistory | None = None
     if state.step < step:
         if record is None:
-            raise ConfigError(
-                "the run has no checkpoint of this step, and no audit record to compute it from",
-                field="--step",
-                value=step,
-                remedy="name the step of a checkpoint, such as "
-                f"{saved.name if saved else 'the first one'}; of a run with trainer.audit true, "
-                "any step will do",
-            )
+            raise damaged("the checkpoint of this step is incomplete", run_dir / "checkpoints")
         config = config_of(start, run_dir)
         with reproducible_numbers(config.reproducible):
             history = models_after(record, run_dir, config, step)

@@ -12,6 +12,7 @@ import pytest
 
 from common.errors import ConfigError
 from common.settings.sections import DataSection
+from services.data.files import read_file
 from services.data.loaders import Split, load_split
 from services.data.rows import MAX_TEXT_CHARS, final_answer
 from tests.support.errors import raises
@@ -262,3 +263,11 @@ def test_a_template_that_a_row_cannot_fill_ends_the_start_with_the_row(tmp_path:
     with raises(ConfigError, field="data.prompt_template"):
         load_split(DataSection(source="tiny", prompt_template=template), "train", 0)
     assert load_split(DataSection(source="tiny", prompt_template="plain"), "train", 0)
+
+
+def test_the_remedy_for_a_file_that_is_not_there_is_its_name(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"none.jsonl cannot be read.*correct its name"):
+        list(read_file(tmp_path / "none.jsonl"))
+    (tmp_path / "cut.jsonl").write_text("{\n")
+    with pytest.raises(ConfigError, match="repair the file"):
+        list(read_file(tmp_path / "cut.jsonl"))

@@ -83,6 +83,7 @@ def audited(outcomes: list[StageOutcome], world_size: int = 1, rank: int = 0) ->
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(reexecution, "StepReexecution", Recorded)
         patch.setattr(command, "check_run", lambda run_dir: None)
+        patch.setattr(command, "audited_steps", lambda run_dir: {1, 7})
         threads: list[int] = []
         patch.setattr(torch, "set_num_threads", threads.append)
         patch.setattr(Recorded, "made", [], raising=False)
@@ -197,6 +198,7 @@ def test_other_questions_need_no_step(tmp_path: Path, monkeypatch: pytest.Monkey
         return 4
 
     monkeypatch.setattr(command, "check_run", asked.append)
+    monkeypatch.setattr(command, "audited_steps", lambda run_dir: {1})
     monkeypatch.setattr(certify, "certify", certified)
     monkeypatch.setattr(certify, "check_certificate", checked)
     run_dir = tmp_path / "run"

@@ -30,9 +30,10 @@ from trainer.cli import (
     train_math,
 )
 from trainer.dashboard import __main__ as dashboard
-from trainer.what_if import regrade
+from trainer.what_if import fork, regrade
 
 GROUP = "jobgroup/rlhf-math-jobgroup.yaml"
+RECORD = '{"kind": "start", "step": 0}\n{"kind": "step", "step": 1}\n{"kind": "step", "step": 2}\n'
 PROGRAMS: dict[str, Callable[[list[str]], Any]] = {
     "train_math": train_math.main,
     "evaluate_model": evaluate_model.main,
@@ -42,6 +43,7 @@ PROGRAMS: dict[str, Callable[[list[str]], Any]] = {
     "diagnose": diagnose.main,
     "replay": replay.main,
     "regrade": regrade.main,
+    "fork": fork.main,
     "tiny_model": tiny_model.main,
     "dashboard": dashboard.main,
     "local": local.main,
@@ -238,6 +240,11 @@ MISTAKES = [
     ("train_math", "--resume", "--resume|--output-dir"),
     (
         "train_math",
+        "--resume --output-dir FOLDER/empty --dataset tiny --model BASE",
+        "--resume|FOLDER/empty|there is no run to continue|leave it out to begin a run",
+    ),
+    (
+        "train_math",
         "--output-dir FOLDER --dataset tiny --model BASE",
         "--output-dir|continue it|resume_from_checkpoint is --resume here",
     ),
@@ -250,7 +257,7 @@ MISTAKES = [
     (
         "train_math",
         "--save-to README.md --dataset tiny",
-        "--save-to|README.md|name another directory",
+        "--save-to|README.md|a file has this name|name another directory",
     ),
     (
         "train_math",
@@ -298,6 +305,23 @@ MISTAKES = [
         (program, f"FOLDER/run{words}", "RUN_DIR|FOLDER/run|no step is recorded here yet|wait for")
         for program, words in (("report", ""), ("compare", ""), ("replay", " --step 1"))
     ),
+    (
+        "replay",
+        "FOLDER/ended",
+        "trainer.audit|this run has no audit record|made with trainer.audit true",
+    ),
+    ("replay", "FOLDER/ended --step 1", "this run has no audit record"),
+    (
+        "replay",
+        "FOLDER/audited",
+        "--step|no step of the audit record is named|name a recorded step: 1 to 2",
+    ),
+    ("replay", "FOLDER/audited --step 9", "--step|9|no step of the audit record is named|1 to 2"),
+    (
+        "fork",
+        "FOLDER/ended --step 3",
+        "--step|no checkpoint of this step|of a checkpoint (step_000002, step_000004)",
+    ),
     ("dashboard", "runs/x --port 99999", "--port|99999|65535"),
     ("tiny_model", "docs", "DIRECTORY|docs|name another"),
     ("local", "jobgroup/nothing.yaml", "YAML|jobgroup/nothing.yaml|rlhf-math-jobgroup.yaml"),
@@ -321,6 +345,8 @@ MISTAKES = [
         "--trainer.lerning_rate|1|--optimizer.learning_rate",
     ),
     ("trainer", "--learning-rate 1", "--learning-rate|--optimizer.learning_rate"),
+    ("trainer", "--model BASE", "--model|there is no setting model|did you mean --model.name?"),
+    ("trainer", "--algorithm grpo", "--algorithm|grpo|did you mean --algorithm.name?"),
     ("trainer", "--algorithm.name gropo", "algorithm.name|gropo|did you mean grpo?"),
     ("trainer", "--trainer.max_steps", "--trainer.max_steps|it has no value"),
     ("trainer", "--trainer.batch_size 0", "trainer.batch_size|0|greater than 0"),
@@ -370,6 +396,11 @@ def test_a_typical_mistake_is_reported_in_the_terms_of_the_program(
         ("run/config.json", '{"trainer": {"max_steps": 4}}'),
         ("run/checkpoints/step_000002/config.json", "{}"),
         ("run/checkpoints/step_000004/config.json", "{}"),
+        ("ended/metrics.jsonl", '{"step": 1}\n'),
+        ("ended/checkpoints/step_000002/config.json", "{}"),
+        ("ended/checkpoints/step_000004/config.json", "{}"),
+        ("audited/metrics.jsonl", '{"step": 1}\n'),
+        ("audited/audit.jsonl", RECORD),
         ("adapter/adapter_config.json", '{"base_model_name_or_path": "/srv/gone"}'),
         ("adapter/adapter_model.safetensors", ""),
         ("rows.jsonl", '{"foo": 1}'),
@@ -447,6 +478,15 @@ for module in sys.argv[1:]:
             assert end.code == (0 if word == "--help" else 2), (module, word, end.code)
     assert not unwanted & set(sys.modules), module
 """.replace("SERVE", repr(SERVE))
+REFUSED = """
+import runpy, sys
+sys.argv = sys.argv[1:]
+try:
+    runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+except SystemExit as end:
+    assert end.code == 2, end.code
+assert not {"torch", "transformers"} & set(sys.modules)
+"""
 SCRIPT = """
 import sys
 from rlhf_math import GRPOConfig, GRPOTrainer, ModelConfig, OnlineRLTrainer, RLOOConfig, RLOOTrainer
@@ -462,6 +502,17 @@ for wrong in ({"learnin_rate": 1}, {"learning_rate": "much"}, {"num_generations"
         raise AssertionError(wrong)
 assert not {"torch", "transformers", "sglang", "fastapi"} & set(sys.modules)
 """
+
+
+@pytest.mark.integration
+def test_a_run_that_cannot_answer_is_refused_before_torch_is_loaded(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
+    for module in ("trainer.audit", "trainer.what_if.fork"):
+        words = [module, str(tmp_path), "--step", "7"]
+        done = subprocess.run(
+            [sys.executable, "-c", REFUSED, *words], cwd=ROOT, capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.integration

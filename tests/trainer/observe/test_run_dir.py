@@ -27,13 +27,24 @@ def recorder(directory: Path, said: io.StringIO, **options: Any) -> Recorder:
     return Recorder(directory, Config(), Console(file=said, width=200), **options)
 
 
-def evaluation(step: int, right: int, **more: Any) -> Evaluation:
+def evaluation(step: int, right: int, truth: str = "1", **more: Any) -> Evaluation:
     """An evaluation of three problems, of which the first `right` are solved."""
     answers = [
-        Answer(f"p{i}", f"problem {i}", "1", f"response {i} of {step}", i < right, float(i < right))
+        Answer(
+            f"p{i}", f"problem {i}", truth, f"response {i} of {step}", i < right, float(i < right)
+        )
         for i in range(3)
     ]
     return Evaluation(step, right / 3, 0.1, 3, None, 8, answers, **more)
+
+
+def test_problems_without_a_true_answer_are_reported_without_one(tmp_path: Path) -> None:
+    said = io.StringIO()
+    with recorder(tmp_path, said, run_id="one") as made:
+        made.evaluation(evaluation(0, 1, truth=""))
+        made.evaluation(evaluation(4, 3, truth=""))
+        made.report(tmp_path / "step_4")
+    assert "problem: problem 1\n" in said.getvalue()
 
 
 def test_an_evaluation_is_kept_with_its_answers_and_reported_with_what_changed(
@@ -57,6 +68,7 @@ def test_an_evaluation_is_kept_with_its_answers_and_reported_with_what_changed(
     problems = [told.index(f"problem: problem {i}") for i in (1, 0)]
     assert problems == sorted(problems), "the one with another verdict comes first"
     assert "problem: problem 2" not in told
+    assert told.count("(answer 1)") == 2
     assert told.count("response 1 of 0") == told.count("response 1 of 4") == 1
 
 
