@@ -324,7 +324,7 @@ def not_audited(step: int | None, steps: Collection[int]) -> ConfigError:
     """Returns the error for a step that is not in the audit record, or not named at all."""
     known = f"{min(steps)} to {max(steps)}" if steps else "none"
     return ConfigError(
-        "no step of the audit record is named",
+        "no step is named" if step is None else f"the audit record lacks step {step}",
         field="--step",
         value=step,
         remedy=f"name a recorded step: {known}",
