@@ -314,9 +314,9 @@ MISTAKES = [
     (
         "replay",
         "FOLDER/audited",
-        "--step|no step of the audit record is named|name a recorded step: 1 to 2",
+        "--step|no step is named|name a recorded step: 1 to 2",
     ),
-    ("replay", "FOLDER/audited --step 9", "--step|9|no step of the audit record is named|1 to 2"),
+    ("replay", "FOLDER/audited --step 9", "--step|9|the audit record lacks step 9|1 to 2"),
     (
         "fork",
         "FOLDER/ended --step 3",
