@@ -45,27 +45,41 @@ _TAG = re.compile(
     | <(?P<line>br|/?p|/?div|/?h[1-6])\s?/?>""",
     re.IGNORECASE | re.VERBOSE,
 )
-_PROOF_END = r"\\(?:blacksquare|qed(?:symbol|here)?|checkmark)(?![A-Za-z])"
-_PROOF_END += r"|\\(?:square|Box)\s*(?=\$|\\[\])])"
+_PROOF_END = (
+    r"\\(?:blacksquare|qed(?:symbol|here)?|checkmark)(?![A-Za-z])|\\(?:square|Box)\s*(?=\$|\\[\])])"
+)
 _PROOF_ENDS = re.compile(rf"\$\s*(?:{_PROOF_END})\s*\$|{_PROOF_END}")
-# What follows "\boxed{9}. ": "This answer is wrong", "Oops, I forgot one", "No, it is 8".
+# What follows "\boxed{9}. ": "This answer is wrong", "Oops, I forgot one", "No, it is 8", "But one
+# is lost, which leaves 8". A comparison ("but Ben has 8"), a condition and a check take nothing
+# back.
 _RETRACTED = re.compile(
-    rf"""[.!?\n][\s*_]{{0,8}}(?=[A-Za-z])
-    (?: (?:(?:but|so|therefore|thus|hence)\b,?\ )?
-        (?:my|this|that|the|the\ above)\ answer(?:\ above)?
-        \ (?:is|was)\ {phrases("taken back")}\b
-    | (?:{phrases("interjection")}\b[\s,.!…:—–-]{{1,4}}){{0,3}}
-        (?:please\ )?{phrases("withdrawn")}\b
-    | (?:{phrases("interjection")}\b[\s,.!…:—–-]{{1,4}}){{1,3}}
-        (?: (?:that|this|it|(?:my|the)\ answer|the\ above|i)(?:['’]s|\ is|\ was|\ am)?
-            \ {phrases("taken back")}\b
-        | (?: (?: (?:it|that)(?:['’]s|\ is)
-            | the\ (?: (?:correct|right|real|true|actual)\ \w+
-                | answer|result|total|sum|value|number )\ is
-            | (?:it|that|[a-z]|the(?:\ \w+){{1,4}})
-              \ (?:should|must|has\ to|ought\ to)\ (?:be|have\ been) )\s)?
-            (?=\$?[-−]?\$?[0-9.,/]*[0-9]\$?(?:\ [a-z]+)?[*\s]{{0,4}}(?:[.!\n]|\Z)) ) )""",
-    re.IGNORECASE | re.VERBOSE,
+    rf"""(?:\A|[.!?\n。！？,;(，；（—–}}>])[\s*_$)\]]{{0,8}}(?=[^\W\d_])
+    (?:(?P<wavers>{phrases("interjection")}\b[\s,.!…:，。、：—–-]{{1,4}})){{0,3}}
+    (?: (?:please\ )?{phrases("withdrawn")}\b
+    | (?(wavers)(?:that|this|it|i|(?:my|the)\ answer|the\ above)
+        | (?:(?:but|so|therefore|thus|hence)\b,?\ )?
+          (?:my|this|that|the|the\ above)\ answer(?:\ above)?)
+      (?:['’]s|\ is|\ was|\ am)?\ {phrases("taken back")}\b
+    | (?(wavers)
+        | (?:{phrases("turn")}|then(?=[^.!?\n]{{0,200}}\b(?:leav|left|remain)))(?:\b|(?<=[一-鿿]))
+          (?![^.!?\n。]{{0,200}}\b(?:if|would|could|wenn|si|если|如果)\b))
+      (?! .{{0,300}}(?:[✓✅]|\b(?:matche[sd]|consistent|confirm(?:s|ed)|works|holds|stands
+        |satisf\w+|as\ (?:required|expected|desired)
+        |(?:this|that|it|answer)\ is\ (?:indeed\ )?(?:correct|right))\b))
+      # its sentence, up to a value
+      (?:[^.!?\n。！？]|\.(?=[0-9])){{0,200}}?
+      (?: (?P<concludes>(?:\b{phrases("concludes")}\s|[是为剩下有]|は\s?)
+          (?:(?:only|now|just|noch|nur|que|plus\ que|sólo|solo|apenas)\s){{0,2}}
+        | (?(wavers)
+            (?:(?<=[,.!…:—–-]\s)|(?<=[，。、：])|(?<=\bno\s)|(?<=rather\s)|(?<=mean\s)|(?<=meant\s))
+            (?:[^\W\d_]+['’\s]+){{0,3}} | (?!)))
+      | \b )
+      (?=(?:\$|\\\()?\s?[-−]?(?:\\?[$€£¥])?
+        (?:\\[dt]?frac\{{[^{{}}\n]{{1,20}}\}}\{{[^{{}}\n]{{1,20}}\}}|[0-9.,/]*[0-9]
+        |(?<=[$(])[^$\n]{{1,80}}(?=\$|\\\)))(?:\$|\\\))?%?
+        (?(concludes)(?:\s?[^\W\d_]+){{0,3}}|(?:\ \w+)?\ (?:are\ |is\ )?(?:left|remain)\w*)
+        [*\s)）]{{0,4}}(?:[.!\n。！,;，]|\Z)) )""",
+    re.IGNORECASE | re.VERBOSE | re.DOTALL,
 )
 
 
@@ -103,11 +117,11 @@ def answering_part(text: str) -> str:
     signs such as ∎, stop tokens, and everything before a retraction ("Wait, that is wrong").
     """
     text = _STOP_TOKEN.sub("\n", without_thoughts(text))
-    if "<" in text:
-        text = _COMMENT.sub("", text)
+    text = _COMMENT.sub("", text)
     if "box" in text:
         text = _CODE.sub(_without_box, text)
-    if "</" in text or "<br" in text:
-        text = _TAG.sub(lambda tag: "\n" if tag["line"] else "", text)
+    text = _TAG.sub(lambda tag: "\n" if tag["line"] else "", text)
     text = _PROOF_ENDS.sub("", text)
-    return _RETRACTED.split(f"\n{text}")[-1]
+    # What a later box states again is not taken back.
+    *retracted, kept = _RETRACTED.split(text.rpartition("boxed{")[-1])
+    return kept if retracted else text

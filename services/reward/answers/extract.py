@@ -47,13 +47,11 @@ _HEDGE_BEFORE = re.compile(
     re.IGNORECASE,
 )
 _VERB = rf"\b{phrases('starts anew')}\b"
-_DENIED_VERB = re.compile(  # such as: We cannot have exactly
+_DENIED_OR_SUPPOSED = re.compile(  # such as: We cannot have exactly; if there were
     rf"(?:\b|(?=n['’]t)){phrases('denies')}(?:\s+(?!but\b|and\b|{_VERB})\w+){{0,2}}"
-    rf"\s+{_VERB}(?:(?!{_VERB})[^=:;,])*\Z",
+    rf"\s+{_VERB}(?:(?!{_VERB})[^=:;,])*\Z"
+    r"|\b(?:if|unless|whether|suppose|assum(?:e|ing))\b(?:(?!\bthen\b)[^,;:=])*\Z",
     re.IGNORECASE,
-)
-_SUPPOSED = re.compile(
-    r"\b(?:if|unless|whether|suppose|assum(?:e|ing))\b(?:(?!\bthen\b)[^,;:=])*\Z", re.IGNORECASE
 )
 _SIGN_IN_WORDS = re.compile(
     rf"(\A\s*|\b(?:{phrases('states', 'restates', 'starts anew', 'filler')}"
@@ -200,8 +198,7 @@ def _value_in_context(value: re.Match[str], formulas: list[str]) -> str | None:
     left = sentence[: value.start()]
     if (
         _HEDGE_BEFORE.search(_ANEW.split(left)[-1])
-        or _DENIED_VERB.search(left)
-        or _SUPPOSED.search(left)
+        or _DENIED_OR_SUPPOSED.search(left)
         or _HEDGE_AFTER.match(sentence[value.end() :])
         or DOUBT.search(_CLAUSE.split(left)[-1])
     ):

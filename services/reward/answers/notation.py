@@ -41,8 +41,8 @@ def words(text: str) -> frozenset[str]:
 
 
 FUNCTIONS = words(
-    "sin cos tan cot sec csc sinh cosh tanh coth arcsin arccos arctan ln log lg exp sqrt cbrt abs "
-    "gcd lcm max min"
+    "cis sin cos tan cot sec csc sinh cosh tanh coth arcsin arccos arctan ln log lg exp sqrt cbrt "
+    "abs gcd lcm max min"
 )
 _ALIASES = """
 arcsin asin; arccos acos; arctan atan; infty inf infinity oo; log log10; csc cosec; floor floor

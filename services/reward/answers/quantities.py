@@ -42,8 +42,8 @@ _REMARK = (
 )
 _LITRES = words("l L \\ell")
 _FRACTIONS = words("- / \\frac { }")
-_TRIGONOMETRIC = words("\\sin \\cos \\tan \\cot \\sec \\csc")
-_SIZES = {"million": 10**6, "thousand": 1000, "hundred": 100}
+_TRIGONOMETRIC = words("\\cis \\sin \\cos \\tan \\cot \\sec \\csc")
+_SIZES = {"million": 10**6, "thousand": 1000, "hundred": 100, "dozen": 12}
 _PARTS = {
     **dict.fromkeys(("half", "halve"), 2), "third": 3, "quarter": 4, "fourth": 4, "fifth": 5,
     "sixth": 6, "seventh": 7, "eighth": 8, "ninth": 9, "tenth": 10, "twelfth": 12,
@@ -120,7 +120,7 @@ def _number(text: str) -> Fraction | None:
     for name, size in _SIZES.items():
         count, found, rest = f"{text} ".partition(f" {name} ")
         if found:
-            above = _number(count)
+            above = _number(count.removeprefix("a") or "one")
             below = _number(rest.strip().removeprefix("and ") or "zero")
             return None if above is None or below is None else above * size + below
     match = re.fullmatch(

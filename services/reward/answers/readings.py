@@ -75,7 +75,13 @@ ReadPart = Callable[[Tokens], Reading]
 _MAX_DEPTH = 8
 _INTRODUCED = (
     r"(?i)(?:(?=(?:\S+ ){0,3}(?:answer|option|choice)\b)"
-    r"(?:(?:the|final|answer|option|choice|is|=|:) )+|= |\\approx |[^ 不]*[是为] )(?P<value>.+)"
+    r"(?:(?:the|final|answer|option|choice|is|=|:) )+|= |\\approx |[^ 不]*[是为] )?"
+    # Yes of "Yes, because 4 is even"; a reason that says more than a reason is kept, and not read
+    r"(?:()(?=(?:(?:yes|true|ja|oui|sí|sì|sim|да)(?!.* (?:no|not) )"
+    r"|no|false|nein|non|não|нет) [,;:.] ))?"
+    r"(?P<value>(?(1)\w+|.+))"
+    r"(?(1) [,;:.] (?:(?!\b(?:yes|true|false|if|unless|or|else|otherwise|maybe|perhaps|but|except"
+    r"|sometimes|however|depends|depending|wait|when|only)\b).)+)"
 )
 _LISTS = re.compile(r"r?cases|aligned|align|gathered")
 # x > 0 of "if x > 0,"

@@ -14,36 +14,43 @@ from typing import NamedTuple
 from services.reward.answers.notation import DEGREE, Token, texts_of, words, written
 
 _MEASURES = """
-length 1: m meter metre 米; length 1/1000: mm millimeter millimetre 毫米
-length 1/100: cm centimeter centimetre 厘米; length 1/10: dm decimeter decimetre
-length 1000: km kilometer kilometre 千米 公里; length 1/1000000: µm micrometer micrometre micron
-length 1/1000000000: nm nanometer nanometre; length 127/5000: in inch inches
-length 381/1250: ft foot feet; length 1143/1250: yd yard; length 201168/125: mi mile
-length 1852: nmi; mass 1: g gram gramme 克; mass 1/1000: mg milligram
-mass 1000: kg kilogram kilo 千克 公斤; mass 1000000: tonne 吨
-mass 45359237/100000: lb lbs pound; mass 45359237/1600000: oz ounce; mass 90718474/100: ton
-time 1: s sec second 秒; time 1/1000: ms millisecond; time 60: min mins minute 分钟
-time 3600: h hr hrs hour 小时; time 86400: day 天; time 604800: week wk 周
-month 1: month mo 个月; month 12: year yr 年 岁; month 120: decade; month 1200: century centuries
+length 1: m meter metre 米 metro mètre метр метров; length 1/1000: mm millimeter millimetre 毫米
+length 1/100: cm centimeter centimetre 厘米 zentimeter centímetro centimètre см
+length 1/10: dm decimeter decimetre
+length 1000: km kilometer kilometre 千米 公里 kilómetro kilomètre км
+length 1/1000000: µm micrometer micrometre micron; length 1/1000000000: nm nanometer nanometre
+length 127/5000: in inch inches; length 381/1250: ft foot feet; length 1143/1250: yd yard
+length 201168/125: mi mile; length 1852: nmi; mass 1: g gram gramme 克; mass 1/1000: mg milligram
+mass 1000: kg kilogram kilo 千克 公斤; mass 1000000: tonne 吨; mass 45359237/100000: lb lbs pound
+mass 45359237/1600000: oz ounce; mass 90718474/100: ton
+time 1: s sec second 秒 sekunde sekunden segundo seconde секунд; time 1/1000: ms millisecond
+time 60: min mins minute 分钟 minuten minuto минут
+time 3600: h hr hrs hour 小时 stunde stunden heure hora часов часа
+time 86400: day 天 tag tage jour día дней
+time 604800: week wk 周 woche wochen semaine semana недель; month 1: month mo 个月 monat monate mois
+month 12: year yr 年 岁 jahr jahre année año лет; month 120: decade; month 1200: century centuries
 volume 1: L l \\ell liter litre 升; volume 1/1000: mL ml milliliter millilitre cc 毫升
 volume 1/100: cL cl centiliter centilitre; volume 1/10: dL dl
 volume 473176473/125000000: gal gallon; volume 473176473/500000000: qt quart
 volume 473176473/1000000000: pint; volume 473176473/2000000000: cup
 volume 473176473/32000000000: tbsp tablespoon; volume 473176473/96000000000: tsp teaspoon
 area 1: 平方米; area 1/10000: 平方厘米; area 40468564224/10000000: acre; area 10000: hectare ha
-dollar 1: $ dollar usd cad aud nzd buck 美元; dollar 1/100: cent ¢ c
+dollar 1: $ dollar usd cad aud nzd buck 美元 dólar доллар долларов; dollar 1/100: cent ¢ c
 coin 1/100: penny pennies; coin 1/20: nickel; coin 1/10: dime; coin 1/4: quarter
 euro 1: € euro eur 欧元; gbp 1: £ gbp; gbp 1/100: pence; yen 1: ¥ yen jpy 円 日元
 rupee 1: ₹ rupee rs inr; peso 1: peso php; yuan 1: yuan rmb cny 元 块; won 1: ₩ krw 원
-percent 1: % percent percentage pct; degree 1: \x04 degree deg 度; degree 1/60: arcminute
-radian 1: rad radian; celsius 1: celsius; fahrenheit 1: fahrenheit; kelvin 1: K kelvin
-newton 1: N newton; energy 1: J joule; energy 1000: kJ kilojoule; energy 4184: kcal
-calorie 1: calorie cal; power 1: W watt; power 1000: kW kilowatt; voltage 1: V volt
-current 1: A amp ampere; resistance 1: Ω ohm; pressure 1: Pa pascal
-pressure 1000: kPa kilopascal; pressure 101325: atm; frequency 1: Hz hertz
-frequency 1000: kHz kilohertz; amount 1: mol mole; byte 1: byte; byte 1000: KB kilobyte
-byte 1000000: MB megabyte; byte 1000000000: GB gigabyte; bit 1: bit
-am 1: am a.m.; pm 1: pm p.m.; unit 1: unit; beat 1: beat; revolution 1: revolution
+percent 1: % percent percentage pct prozent procent pourcent
+degree 1: \x04 degree deg 度 grad grado degré grau градусов; charge 1: C coulomb
+degree 1/60: arcminute; radian 1: rad radian; celsius 1: celsius; fahrenheit 1: fahrenheit
+kelvin 1: K kelvin; newton 1: N newton; energy 1: J joule; energy 1000: kJ kilojoule
+energy 4184: kcal; electron 1: eV; electron 1000: keV; electron 1000000: MeV; field 1: T tesla
+capacitance 1: F farad; inductance 1: H henry; flux 1: Wb weber; parsec 1: pc parsec
+parsec 1000: kpc; parsec 1000000: Mpc; length 1/10000000000: Å angstrom; force 1: dyn dyne
+work 1: erg; calorie 1: calorie cal; power 1: W watt; power 1000: kW kilowatt; voltage 1: V volt
+current 1: A amp ampere; resistance 1: Ω ohm; pressure 1: Pa pascal; pressure 1000: kPa kilopascal
+pressure 101325: atm; frequency 1: Hz hertz; frequency 1000: kHz kilohertz; amount 1: mol mole
+byte 1: byte; byte 1000: KB kilobyte; byte 1000000: MB megabyte; byte 1000000000: GB gigabyte
+bit 1: bit; am 1: am a.m.; pm 1: pm p.m.; unit 1: unit; beat 1: beat; revolution 1: revolution
 """
 _PLURALS = words(
     "children men women people mice geese teeth sheep fish deer dice shrimp trout cattle oxen "

@@ -63,7 +63,7 @@ Sample = tuple[Any, Any, Any]
 
 def _is_complex(node: Expression) -> bool:
     """Returns whether the imaginary unit occurs in an expression."""
-    return node == operation("i") or any(map(_is_complex, node.operands))
+    return node.name in ("i", "cis") or any(map(_is_complex, node.operands))
 
 
 def _bits(value: Fraction) -> int:
@@ -231,6 +231,7 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "arccos": mpmath.acos,
     "arctan": mpmath.atan,
     "ln": mpmath.log,
+    "cis": mpmath.expj,
 }
 for _name in words("sin cos tan cot sec csc sinh cosh tanh coth exp floor ceil factorial binomial"):
     _FUNCTIONS[_name] = getattr(mpmath, _name)

@@ -145,7 +145,9 @@ async def test_hostile_answers_come_back_and_the_good_ones_beside_them_are_right
         RewardSection(workers=2, functions=[MathReward(timeout_s=0.5)])
     ) as grader:
         await grader.ready()
-        hostile = [boxed(text) for text in HOSTILE] + [boxed(text) for text in WRAPPED_HOSTILE]
+        hostile = [boxed(text, NO_NUMBER) for text in HOSTILE] + [
+            boxed(text) for text in WRAPPED_HOSTILE
+        ]
         hostile += [RewardItem(response=text, ground_truth="18") for text in WRAPPED_HOSTILE]
         good = [
             boxed("18"),
@@ -345,6 +347,6 @@ async def test_a_grader_out_of_memory_is_an_error_and_harms_no_other_answer(
     async with RewardService(
         RewardSection(workers=1, functions=[MathReward(timeout_s=60)])
     ) as grader:
-        bomb, good = await grader.score([boxed(ENORMOUS_SUM), boxed("x+1", "1+x")])
+        bomb, good = await grader.score([boxed(ENORMOUS_SUM, NO_NUMBER), boxed("x+1", "1+x")])
     assert (bomb.status, bomb.reward) == ("died", None)
     assert (good.status, good.correct) == ("ok", True)
