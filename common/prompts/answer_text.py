@@ -53,8 +53,8 @@ _PROOF_ENDS = re.compile(rf"\$\s*(?:{_PROOF_END})\s*\$|{_PROOF_END}")
 # is lost, which leaves 8". A comparison ("but Ben has 8"), a condition and a check take nothing
 # back.
 _RETRACTED = re.compile(
-    rf"""(?:\A|[.!?\n。！？,;(，；（—–}}>])[\s*_$)\]]{{0,8}}(?=[^\W\d_])
-    (?:(?P<wavers>{phrases("interjection")}\b[\s,.!…:，。、：—–-]{{1,4}})){{0,3}}
+    rf"""[.!?\n。！？,;(，；（—–}}>][\s*_$)\]]{{0,8}}(?=[^\W\d_])
+    (?:(?P<wavers>{phrases("interjection")}\b[\s,.!…:，。、：—–-]{{1,4}})){{0,3}}+
     (?: (?:please\ )?{phrases("withdrawn")}\b
     | (?(wavers)(?:that|this|it|i|(?:my|the)\ answer|the\ above)
         | (?:(?:but|so|therefore|thus|hence)\b,?\ )?
@@ -63,6 +63,7 @@ _RETRACTED = re.compile(
     | (?(wavers)
         | (?:{phrases("turn")}|then(?=[^.!?\n]{{0,200}}\b(?:leav|left|remain)))(?:\b|(?<=[一-鿿]))
           (?![^.!?\n。]{{0,200}}\b(?:if|would|could|wenn|si|если|如果)\b))
+      (?=[^.!?\n。！？]{{0,200}}[0-9$(])
       (?! .{{0,300}}(?:[✓✅]|\b(?:matche[sd]|consistent|confirm(?:s|ed)|works|holds|stands
         |satisf\w+|as\ (?:required|expected|desired)
         |(?:this|that|it|answer)\ is\ (?:indeed\ )?(?:correct|right))\b))
@@ -122,6 +123,6 @@ def answering_part(text: str) -> str:
         text = _CODE.sub(_without_box, text)
     text = _TAG.sub(lambda tag: "\n" if tag["line"] else "", text)
     text = _PROOF_ENDS.sub("", text)
-    # What a later box states again is not taken back.
-    *retracted, kept = _RETRACTED.split(text.rpartition("boxed{")[-1])
+    # What a later box states again is not taken back. A bound, for a model that repeats itself.
+    *retracted, kept = _RETRACTED.split(text.rpartition("boxed{")[-1][-4096:])
     return kept if retracted else text
