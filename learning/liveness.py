@@ -292,7 +292,7 @@ class Liveness:
             writer.close()
             return
         self._listen_to(int(rank), reader, writer)
-        if len(self._connections) + len(self._gone) >= self._ranks.world_size - 1:
+        if len(self._connections.keys() | self._gone) >= self._ranks.world_size - 1:
             self._all_joined.set()
         for message, _ in self._gone.values():
             writer.write(message.line())

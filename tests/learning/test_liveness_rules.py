@@ -7,6 +7,8 @@ import json
 import logging
 import os
 import random
+import threading
+from concurrent.futures import CancelledError
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,6 +22,7 @@ from common.process.watchdog import Awaited, Where
 from learning import liveness
 from learning.liveness import Liveness, _Message
 
+TOKEN = "the token"  # noqa: S105
 LOST_S = 18.0
 STUCK_S = 90.0
 TICK_S = 0.2
@@ -90,7 +93,8 @@ class Watch:
         patch.setattr(liveness, "time", clock)
         patch.setattr(progress_module, "time", clock)
         self.rank = rank_of(number)
-        server = SimpleNamespace(close=lambda: None)
+        self.done: list[str] = []
+        server = SimpleNamespace(close=lambda: self.done.append("server"))
 
         async def start_server(*_: Any, **__: Any) -> Any:
             return server
@@ -106,12 +110,22 @@ class Watch:
         patch.setattr(self.rank, "_broadcast", self._broadcast)
         patch.setattr(self.rank, "_judge", self._judge)
         patch.setattr(self.rank, "_end_stuck", self._end_stuck)
+        patch.setattr(self.rank, "_close", self._close)
+        patch.setattr(progress_module, "moved", self._moved)
+        self._thread = threading.current_thread()
         self.judged: list[float] = []
         self.stuck: list[float] = []
 
     def _total(self, *, with_others: bool) -> int:
         assert with_others
         return self.moves
+
+    def _moved(self) -> None:
+        """What this rank counts as progress of its own."""
+        self.moves += threading.current_thread() is self._thread
+
+    async def _close(self) -> None:
+        self.done.append(self.beats[-1][1].word)
 
     def _broadcast(self, message: _Message) -> None:
         self.beats.append((self.now, message))
@@ -149,6 +163,7 @@ def test_beats_come_nine_times_within_the_limit_of_silence(
     watch.run()
     *beats, (_, last) = watch.beats
     assert last.word == "gone"
+    assert watch.done == ["server", "gone"], "connections are closed after the last word"
     times = [at for at, _ in beats]
     apart = [after - before for before, after in zip([1000.0, *times], times, strict=False)]
     assert all(BEAT_S - 1e-6 <= each <= BEAT_S + TICK_S + 1e-6 for each in apart)
@@ -226,7 +241,7 @@ class Stopped(ServiceError):
         (None, "done", "", ""),
         (KeyboardInterrupt(), "stopped", "", ""),
         (SystemExit(3), "failed", "SystemExit: 3", "SystemExit"),
-        (ValueError("one\ntwo"), "failed", "ValueError: one", "ValueError"),
+        (ValueError("one\ntwo\nthree"), "failed", "ValueError: one", "ValueError"),
         (Stopped("full"), "failed", "Stopped: full", "no_room"),
     ],
 )
@@ -362,8 +377,18 @@ class Pipe:
         self.lines: list[bytes] = []
         self.closed = False
 
+        self.aborted = False
+        self.has_ended = False
+        self.transport = SimpleNamespace(abort=self._abort)
+
+    def _abort(self) -> None:
+        self.aborted = True
+
     def write(self, line: bytes) -> None:
         self.lines.append(line)
+
+    def write_eof(self) -> None:
+        self.has_ended = True
 
     def close(self) -> None:
         self.closed = True
@@ -469,7 +494,7 @@ def test_rank_0_listens_at_every_address_unless_all_are_on_its_machine(
         "socket",
         SimpleNamespace(
             create_server=create_server,
-            getaddrinfo=lambda *_: families,
+            getaddrinfo=lambda host, port: {(address, None): families}[host, port],
             create_connection=lambda *at, **options: connected.append((at, options)),
         ),
     )
@@ -493,3 +518,230 @@ def test_rank_0_listens_at_every_address_unless_all_are_on_its_machine(
     other._endpoint()
     assert other._token == rank._token
     assert connected == [(((address, 4567),), {"timeout": LOST_S})]
+
+
+def test_a_connection_that_is_reset_is_a_death_too() -> None:
+    rank = rank_of(0)
+
+    async def listen() -> None:
+        reader = asyncio.StreamReader()
+        reader.set_exception(ConnectionResetError("reset by peer"))
+        await rank._listen(1, reader, Pipe())  # type: ignore[arg-type]
+
+    asyncio.run(listen())
+    assert rank._gone[1][0].how == "died"
+
+
+@pytest.mark.parametrize("stranger", ["silent", "endless", "reset", "wrong", "ended"])
+def test_a_stranger_is_closed_whatever_it_does(
+    monkeypatch: pytest.MonkeyPatch, stranger: str
+) -> None:
+    rank = rank_of(0)
+    rank._token = TOKEN
+    pipe = Pipe()
+
+    async def accept() -> None:
+        reader = asyncio.StreamReader(limit=64)
+        match stranger:
+            case "silent":
+                monkeypatch.setattr(liveness, "_HANDSHAKE_S", 0.01)
+            case "endless":
+                reader.feed_data(b"x" * 1000)
+            case "reset":
+                reader.set_exception(ConnectionResetError("reset by peer"))
+            case "wrong":
+                reader.feed_data(b"hello the other 1\n")
+            case "ended":
+                reader.feed_eof()
+        await rank._accept(reader, pipe)  # type: ignore[arg-type]
+
+    asyncio.run(accept())
+    assert pipe.closed
+    assert rank._unauthenticated == []
+    assert rank._connections == {}
+    assert rank._gone == {}
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_all_have_joined_once_every_rank_has_been_there(size: int) -> None:
+    """A rank that says that it ends, and still has its connection, is one rank."""
+    rank = rank_of(0, size)
+    rank._token = TOKEN
+
+    async def join() -> None:
+        for number in range(1, size):
+            assert not rank._all_joined.is_set()
+            reader = asyncio.StreamReader()
+            reader.feed_data(f"hello the token {number}\n".encode())
+            reader.feed_data(_Message(word="gone", rank=number, how="done").line())
+            await rank._accept(reader, Pipe())  # type: ignore[arg-type]
+            for _ in range(5):  # until it is read
+                await asyncio.sleep(0)
+            assert number in rank._gone
+        assert rank._all_joined.is_set()
+        for each in rank._listeners:
+            each.cancel()
+
+    asyncio.run(join())
+
+
+def test_who_joins_hears_every_end_before() -> None:
+    rank = rank_of(0, 4)
+    rank._token = TOKEN
+    gone = [_Message(word="gone", rank=number, how="failed") for number in (1, 2)]
+    for message in gone:
+        rank._depart(message)
+    pipe = Pipe()
+
+    async def join() -> None:
+        reader = asyncio.StreamReader()
+        reader.feed_data(b"hello the token 3\n")
+        await rank._accept(reader, pipe)  # type: ignore[arg-type]
+        for each in rank._listeners:
+            each.cancel()
+
+    asyncio.run(join())
+    assert pipe.lines == [message.line() for message in gone]
+    assert rank._connections == {3: pipe}
+    assert rank._all_joined.is_set()
+
+
+def test_every_question_has_answers_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    rank = rank_of(0)
+    pipes = {1: Pipe(), 2: Pipe()}
+    rank._connections = dict(pipes)  # type: ignore[arg-type]
+
+    async def ask() -> None:
+        asking = asyncio.create_task(rank._ask())
+        for peer, pipe in pipes.items():
+            await asyncio.sleep(0)
+            assert [json.loads(line) for line in pipe.lines] == [{"word": "where"}]
+            for _ in range(5):
+                await asyncio.sleep(0)
+            assert not asking.done(), "it waits for all"
+            rank._answers[peer] = Where(place=f"step {peer}")
+            rank._answered.set()
+        await asking
+        monkeypatch.setattr(liveness, "_ANSWER_S", 0.01)
+        with pytest.raises(TimeoutError):
+            await rank._ask()
+        assert rank._answers == {}, "those were of the first question"
+
+    asyncio.run(ask())
+
+
+def test_a_rank_that_does_not_answer_is_in_the_list(monkeypatch: pytest.MonkeyPatch) -> None:
+    rank = rank_of(0, 4)
+    rank._answers = {2: Where(place="step 3", pid=7)}
+    rank._loop = SimpleNamespace(is_closed=lambda: False)  # type: ignore[assignment]
+    limits: list[float] = []
+    errors = [TimeoutError(), CancelledError()]
+
+    def asked(limit_s: float) -> None:
+        limits.append(limit_s)
+        assert rank._asking.locked(), "one question at a time"
+        raise errors[len(limits) - 1]
+
+    def run(work: Any, loop: Any) -> Any:
+        work.close()
+        assert loop is rank._loop
+        return SimpleNamespace(result=asked)
+
+    monkeypatch.setattr(liveness, "asyncio", SimpleNamespace(run_coroutine_threadsafe=run))
+    for _ in errors:
+        found = rank.where_others_are()
+        assert [(each.rank, each.place, each.pid) for each in found] == [
+            (number, "step 3" if number == 2 else Where().place, 7 if number == 2 else Where().pid)
+            for number in (1, 2, 3)
+        ]
+        assert [each.name for each in found] == [rank._name(number) for number in (1, 2, 3)]
+    # The question ends by itself before its asker gives up.
+    assert all(liveness._ANSWER_S < limit <= 2 * liveness._ANSWER_S for limit in limits)
+
+
+@pytest.mark.parametrize("reads", [True, False])
+def test_the_last_word_is_given_time_to_arrive_and_no_more(
+    monkeypatch: pytest.MonkeyPatch, reads: bool
+) -> None:
+    rank = rank_of(0)
+    broken = Pipe()
+
+    def fail() -> None:
+        raise BrokenPipeError
+
+    monkeypatch.setattr(broken, "write_eof", fail)
+    pipes = {1: broken, 2: Pipe()}
+    rank._connections = dict(pipes)  # type: ignore[arg-type]
+    stranger = Pipe()
+    rank._unauthenticated = [stranger]  # type: ignore[list-item]
+
+    async def close() -> None:
+        event = asyncio.Event()
+        listening = asyncio.create_task(event.wait())
+        rank._listeners.add(listening)  # type: ignore[arg-type]
+        if reads:
+            asyncio.get_running_loop().call_later(0.01, event.set)
+        else:
+            monkeypatch.setattr(liveness, "_SHUTDOWN_S", 0.01)
+        await rank._close()
+        assert listening.done() == reads
+        listening.cancel()
+
+    asyncio.run(close())
+    assert pipes[2].has_ended
+    assert stranger.aborted
+    rank._broadcast(_Message(word="beat"))
+    assert pipes[2].lines == [], "nothing is sent after the end"
+
+
+def test_a_rank_tells_its_end_before_it_writes_a_report(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The report may take long; the other ranks need not wait for it."""
+    rank = rank_of(0)
+    pipe = Pipe()
+    rank._connections = {1: pipe}  # type: ignore[dict-item]
+    had_ended: list[bool] = []
+    monkeypatch.setattr(os, "_exit", lambda _: had_ended.append(pipe.has_ended))
+    monkeypatch.setattr(logging, "shutdown", lambda: None)
+    message = _Message(word="gone", rank=2, how="died")
+    assert rank.before_end(reason="") == "", "nothing to report is the default"
+
+    def before_end(*, reason: str) -> str:
+        had_ended.append(pipe.has_ended)
+        return ""
+
+    rank.before_end = before_end
+    asyncio.run(rank._end(message, writer=0))
+    assert had_ended == [True, True]
+
+
+def test_where_very_many_ranks_stand_fits_into_a_line() -> None:
+    rank = rank_of(0, 500)
+    for known in rank._known.values():
+        known.place = "a step"
+    rank._call_all_stuck()
+    assert rank._stuck_at.startswith("rank 0 on ppo-trainer-0")
+    assert 1900 < len(rank._stuck_at) <= 2000
+
+
+def test_two_ranks_watch_each_other_in_a_thread_that_ends_with_the_process(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asks: list[Any] = []
+    watched: list[Any] = []
+    monkeypatch.setattr(watchdog, "ask_other_ranks_with", asks.append)
+    for number in (0, 1):
+        rank = rank_of(number, 2)
+
+        async def watch(endpoint: Any) -> None:
+            watched.append(endpoint)
+
+        monkeypatch.setattr(rank, "_endpoint", lambda number=number: f"socket {number}")
+        monkeypatch.setattr(rank, "_watch", watch)
+        assert rank.__enter__() is rank
+        thread = rank._thread
+        assert thread is not None
+        assert (thread.name, thread.daemon) == ("liveness", True)
+        thread.join()
+        assert watched[-1] == f"socket {number}"
+        assert asks == [rank.where_others_are] * (number == 0)
+        asks.clear()

@@ -421,6 +421,25 @@ def test_a_rank_that_says_nothing_for_long_is_lost(
         assert (events["rank 0"]["rank"], events["rank 0"]["how"]) == (name(2), "silent")
 
 
+def test_a_long_line_arrives_whole_on_both_ends(run: Run, events: dict[str, Any]) -> None:
+    """The stacks of a rank may take 240 KB."""
+    long = "é" * 100_000
+    with run:
+        first = run.ranks[0]
+        assert first._loop is not None
+        # The end of a rank that is done ends nobody else.
+        message = liveness._Message(word="gone", rank=7, how="done", reason=long)
+        first._loop.call_soon_threadsafe(first._broadcast, message)
+        wait(lambda: all(7 in each._gone for each in run.ranks[1:]))
+        second = run.ranks[1]
+        assert second._loop is not None
+        back = message.model_copy(update={"rank": 8})
+        second._loop.call_soon_threadsafe(second._broadcast, back)
+        wait(lambda: 8 in first._gone)
+        assert first._gone[8][0].reason == run.ranks[1]._gone[7][0].reason == long
+    run.ended()
+
+
 def test_a_connection_without_the_token_is_no_rank(run: Run, events: dict[str, Any]) -> None:
     with run:
         port = run.sockets[0].getsockname()[1]
