@@ -92,7 +92,7 @@ class ChatGenerator:
             text = choice["message"]["content"] if is_chat else style.prefill + choice["text"]
             finish = choice["finish_reason"]
             tokens = (content.get("usage") or {}).get("completion_tokens")
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise GenerationFailed(
                 f"this is not the answer of a {'chat ' * is_chat}completion: {error!r}",
                 value=response.text,

@@ -2,8 +2,11 @@
 their figures; and what is asked of engines, servers and environments for them."""
 
 import asyncio
+import json
 import random
 from collections.abc import Sequence
+from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from statistics import fmean, pstdev
 from types import SimpleNamespace
@@ -12,6 +15,7 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
+from fastapi import FastAPI, Request
 
 from common.clients.base import Unreachable
 from common.clients.engines import GeneratingClient
@@ -19,7 +23,7 @@ from common.clients.rollout import GenerationFailed, RolloutClient
 from common.errors import ConfigError
 from common.process import progress
 from common.process.loop_thread import LoopThread
-from common.prompts.prompter import TokenisedPrompt
+from common.prompts.prompter import PromptStyle, TokenisedPrompt
 from common.settings.config import Config
 from common.wire.schemas import (
     Episode,
@@ -32,7 +36,7 @@ from common.wire.schemas import (
 )
 from trainer.evaluation import generators
 from trainer.evaluation.evaluation import PASS_K
-from trainer.evaluation.evaluator import Evaluator
+from trainer.evaluation.evaluator import Evaluator, _graded_episode
 from trainer.evaluation.generation import SEED_OFFSET, TokenGenerator, sampling_of, together
 from trainer.evaluation.generators import ChatGenerator
 from trainer.evaluation.verdicts import Verdicts
@@ -288,8 +292,9 @@ def test_an_answer_may_be_as_long_as_the_models_context_has_room(context: int | 
     generator = TokenGenerator(Engine(), Prompter(), config, context)  # type: ignore[arg-type]
     work = generator.generate(PROMPTS[0], 1, 1, greedy=True)
     if context == 3:
-        with pytest.raises(ConfigError, match="p0 has 3 tokens"):
+        with pytest.raises(ConfigError, match="p0 has 3 tokens") as refused:
             asyncio.run(work)
+        assert (refused.value.field, refused.value.value) == ("dataset", "question 0")
         return
     (answer,) = asyncio.run(work)
     assert (answer.text, answer.finish_reason, answer.tokens) == ("ab", "length", 2)
@@ -430,7 +435,8 @@ def test_a_model_is_loaded_with_room_for_the_longest_problem_and_its_answer(
         return SimpleNamespace(save_pretrained=lambda path: saved.append((what, path)))
 
     class Prompter:
-        def __init__(self, tokenizer: Any, *_: Any) -> None:
+        def __init__(self, tokenizer: Any, style: PromptStyle, stops: list[int]) -> None:
+            assert (style, stops) == (PromptStyle.of(config), [])
             self.tokenizer = tokenizer
 
         def all_token_ids(self, prompts: Sequence[Prompt]) -> list[list[int]]:
@@ -442,9 +448,16 @@ def test_a_model_is_loaded_with_room_for_the_longest_problem_and_its_answer(
             raise ConfigError("too large", field="max_context", remedy="another one")
         return "the model"
 
-    monkeypatch.setattr(generators, "load_tokenizer", lambda _: saving("tokenizer"))
-    monkeypatch.setattr(generators, "load_model", lambda _: saving("model"))
-    monkeypatch.setattr(generators, "quiet", lambda: None)
+    quieted: list[bool] = []
+
+    def loading(what: str, settings: Any) -> Any:
+        assert settings is config.model
+        return saving(what)
+
+    monkeypatch.setattr(generators, "choose_device", lambda kind, field: f"{field} {kind}")
+    monkeypatch.setattr(generators, "load_tokenizer", partial(loading, "tokenizer"))
+    monkeypatch.setattr(generators, "load_model", partial(loading, "model"))
+    monkeypatch.setattr(generators, "quiet", lambda: quieted.append(not made))
     monkeypatch.setattr(generators, "Prompter", Prompter)
     monkeypatch.setattr(generators, "Model", model)
     temporary = tmp_path / "temporary"
@@ -458,5 +471,258 @@ def test_a_model_is_loaded_with_room_for_the_longest_problem_and_its_answer(
         assert loaded == "the model"  # type: ignore[comparison-overlap]
         assert isinstance(prompter, Prompter)
     directory = tmp_path / "model" if is_directory else temporary
-    assert made == [(directory, 6 + 4, "cpu", config.model.dtype)]
+    assert made == [(directory, 6 + 4, "device cpu", config.model.dtype)]
+    assert quieted == [True], "before it loads"
     assert saved == ([] if is_directory else [("model", temporary), ("tokenizer", temporary)])
+
+
+class Slots:
+    """Counts who is inside."""
+
+    def __init__(self) -> None:
+        self.inside = 0
+        self.entered = 0
+
+    async def __aenter__(self) -> None:
+        self.inside += 1
+        self.entered += 1
+
+    async def __aexit__(self, *_: object) -> None:
+        self.inside -= 1
+
+
+@pytest.mark.parametrize("greedy", [True, False])
+def test_a_chat_server_is_sent_what_is_set_and_nothing_else(greedy: bool) -> None:
+    slots = Slots()
+    bodies: list[dict[str, Any]] = []
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        assert slots.inside >= 1
+        bodies.append(json.loads(request.content))
+        choice = {"message": {"content": "4"}, "finish_reason": "stop"}
+        return httpx.Response(200, json={"choices": [choice], "usage": None})
+
+    async def ask() -> None:
+        transport = httpx.MockTransport(answer)
+        async with GeneratingClient("s", "http://s", transport=transport, headers={}) as client:
+            chat = ChatGenerator(client, "a", Config(), slots)
+            found = await chat.generate(PROMPTS[0], 0, 3, greedy)
+            assert [each.tokens for each in found] == [None] * 3
+
+    asyncio.run(ask())
+    assert (slots.entered, slots.inside) == (3, 0)
+    expected = {"model", "max_tokens", "temperature", "messages"}
+    for body in bodies:
+        truncation = Config().evaluation.truncation().keys()
+        assert body.keys() == (expected if greedy else expected | {"seed"} | truncation)
+
+
+_BROKEN: list[Any] = [
+    "no JSON",
+    [],
+    {},
+    {"choices": []},
+    {"choices": [{}, {}]},
+    {"choices": [5]},
+    {"choices": [{"message": None, "text": 4, "finish_reason": "stop"}]},
+    {"choices": [{"message": {"content": "4"}, "text": "4"}]},
+    {"choices": [{"message": {"content": "4"}, "text": "4", "finish_reason": "stop"}], "usage": 3},
+]
+
+
+@pytest.mark.parametrize("body", _BROKEN, ids=range(len(_BROKEN)))
+@pytest.mark.parametrize("is_chat", [True, False])
+def test_what_is_no_completion_is_shown(body: Any, is_chat: bool) -> None:
+    text = body if isinstance(body, str) else json.dumps(body)
+    transport = httpx.MockTransport(lambda _: httpx.Response(200, text=text))
+    config = Config(data={"prompt_template": "" if is_chat else "Q: {question}"})
+
+    async def ask() -> None:
+        async with GeneratingClient("s", "http://s", transport=transport, headers={}) as client:
+            await ChatGenerator(client, "a", config, Slots()).generate(PROMPTS[0], 0, 1, True)
+
+    with pytest.raises(GenerationFailed) as failed:
+        asyncio.run(ask())
+    assert ("chat" in failed.value.message) == is_chat
+    assert str(failed.value.value) == text
+
+
+def test_a_filtered_answer_names_its_problem() -> None:
+    choice = {"message": {"content": "4"}, "finish_reason": "content_filter"}
+    transport = httpx.MockTransport(lambda _: httpx.Response(200, json={"choices": [choice]}))
+
+    async def ask() -> None:
+        async with GeneratingClient("s", "http://s", transport=transport, headers={}) as client:
+            await ChatGenerator(client, "a", Config(), Slots()).generate(PROMPTS[2], 0, 1, True)
+
+    with pytest.raises(GenerationFailed, match="p2 ended with content_filter") as failed:
+        asyncio.run(ask())
+    assert failed.value.value == "4"
+
+
+def engine(asked: list[Any], slots: Slots) -> FastAPI:
+    """An engine whose app says when it begins and ends."""
+
+    async def lifespan(_: FastAPI) -> Any:
+        asked.append("begins")
+        yield
+        asked.append("ends")
+
+    app = FastAPI(lifespan=asynccontextmanager(lifespan))
+
+    @app.get("/get_model_info")
+    async def model_info() -> dict[str, str]:
+        asked.append("model")
+        return {}
+
+    @app.post("/generate")
+    async def generate(request: Request) -> list[dict[str, Any]]:
+        assert slots.inside == 1
+        asked.append(await request.json())
+        meta = {"finish_reason": {"type": "stop"}, "completion_tokens": 2}
+        return [{"text": "b", "meta_info": meta}]
+
+    return app
+
+
+class Prompter:
+    """A prompter of three tokens for every prompt."""
+
+    def __init__(self, tokenizer: Any, style: PromptStyle, stop_token_ids: list[int]) -> None:
+        self.made_of = (tokenizer, style)
+        self.stop_token_ids = stop_token_ids
+
+    def tokenised(self, prompts: Sequence[Prompt]) -> list[TokenisedPrompt]:
+        return [TokenisedPrompt([1, 2, 3], "a") for _ in prompts]
+
+
+def test_the_embedded_engine_lives_as_long_as_its_evaluation(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    config = Config(seed=6, evaluation={"max_new_tokens": 40}, sampling={"stop_token_ids": [9, 2]})
+    slots = Slots()
+    asked: list[Any] = []
+    folders: list[Path] = []
+    loaded = SimpleNamespace(eos_ids=[7, 2], max_context_tokens=30)
+
+    def load(settings: Config, folder: Path, prompts: Sequence[Prompt]) -> Any:
+        assert settings is config
+        assert prompts is PROMPTS
+        folders.append(folder)
+        assert folder.is_dir()
+        return loaded, Prompter(None, PromptStyle(), [])
+
+    made: list[Any] = []
+    monkeypatch.setattr(generators, "_load", load)
+    monkeypatch.setattr(generators, "Engine", lambda model, seed: made.append((model, seed)))
+    monkeypatch.setattr(generators, "make_app", lambda _: engine(asked, slots))
+
+    async def evaluate() -> None:
+        async with generators.local_generator(config, PROMPTS, slots) as generator:
+            assert folders[0].is_dir()
+            (answer,) = await generator.generate(PROMPTS[0], 1, 1, greedy=True)
+            assert (answer.text, answer.tokens) == ("ab", 2)
+        assert not folders[0].exists()
+
+    asyncio.run(evaluate())
+    assert made == [(loaded, 6)]
+    begins, body, ends = asked
+    assert (begins, ends) == ("begins", "ends")
+    sampling = body["sampling_params"]
+    assert sampling["stop_token_ids"] == [2, 7, 9]
+    assert sampling["max_new_tokens"] == 27, "what the model has room for"
+    assert sampling["sampling_seed"] == sampling_seed(6, SEED_OFFSET + 1)
+
+
+def test_an_sglang_server_gets_tokens_of_the_models_own_tokenizer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    config = Config(evaluation={"max_new_tokens": 4}, sampling={"stop_token_ids": [9, 2]})
+    slots = Slots()
+    asked: list[Any] = []
+    made: list[Prompter] = []
+
+    def prompter(*arguments: Any) -> Prompter:
+        made.append(Prompter(*arguments))
+        return made[0]
+
+    def server(kind: Any, url: str, settings: Config, key: str | None) -> Any:
+        assert (kind, url, settings, key) == (RolloutClient, "http://s", config, "the key")
+        transport = httpx.ASGITransport(engine(asked, slots))
+        return RolloutClient("the server", url, transport=transport, headers={})
+
+    monkeypatch.setattr(generators, "load_tokenizer", lambda model: ("tokenizer of", model))
+    monkeypatch.setattr(generators, "Prompter", prompter)
+    monkeypatch.setattr(generators, "_server", server)
+
+    async def evaluate() -> None:
+        async with generators.sglang_generator("http://s", config, "the key", slots) as generator:
+            assert asked == ["model"], "which needs the key"
+            await generator.generate(PROMPTS[0], 1, 1, greedy=True)
+
+    asyncio.run(evaluate())
+    assert made[0].made_of == (("tokenizer of", config.model), PromptStyle.of(config))
+    sampling = asked[-1]["sampling_params"]
+    assert (sampling["stop_token_ids"], sampling["max_new_tokens"]) == ([9, 2], 4)
+    assert asked[-1]["input_ids"] == [1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    "body", [None, "no JSON", "[]", "{}", '{"data": null}', '{"data": [{}]}', '{"data": ["a"]}']
+)
+def test_a_server_that_does_not_list_its_models_must_be_told_which(body: str | None) -> None:
+    def listed() -> Any:
+        return json.loads(body or "")
+
+    reply: Any = None if body is None else SimpleNamespace(json=listed)
+    with pytest.raises(ConfigError, match="does not say which model") as refused:
+        generators._only_model(reply, "http://s")
+    assert (refused.value.field, refused.value.value) == ("model_id", "http://s")
+
+
+@pytest.mark.parametrize("reward", [None, 0.5, 1.0])
+@pytest.mark.parametrize("gives_verdicts", [True, False])
+def test_an_episode_is_graded_by_its_environment_or_by_reward_functions(
+    reward: float | None, gives_verdicts: bool
+) -> None:
+    graded = RewardResult(
+        reward=0.25, extracted_answer="x", ground_truth="0", correct=False, status="ok"
+    )
+    asked: list[RewardItem] = []
+
+    async def batch_reward(items: Sequence[RewardItem]) -> Any:
+        asked.extend(items)
+        return SimpleNamespace(rewards=[graded])
+
+    services: Any = SimpleNamespace(
+        environment_gives_verdicts=gives_verdicts,
+        reward=SimpleNamespace(gets_tokens=True, batch_reward=batch_reward),
+    )
+    played = episode("a", "42", reward)
+    answer, result = asyncio.run(_graded_episode(services, PROMPTS[1], played))
+    assert (answer.text, answer.finish_reason, answer.tokens) == ("42", "length", 2)
+    assert list(answer.token_ids or ()) == [1, 2]
+    if reward is None:
+        assert result is graded
+        (item,) = asked
+        assert (item.response, item.ground_truth) == ("42", "1")
+        return
+    assert asked == []
+    assert (result.reward, result.ground_truth, result.status) == (reward, "1", "ok")
+    assert result.verified == gives_verdicts
+    assert result.correct == (gives_verdicts and reward == 1.0)
+
+
+def test_a_decision_about_verdicts_is_told() -> None:
+    texts = [str(Verdicts(decided)) for decided in (None, True, False)]
+    assert ["tell" in text for text in texts] == [True, False, False]
+    assert ["accuracy" in text for text in texts] == [False, True, False]
+    assert ["gives_verdicts" in text for text in texts] == [False, False, True]
+
+
+def test_a_summary_has_everything_but_the_answers() -> None:
+    config = Config(seed=5, evaluation={"samples": 4})
+    found = evaluated(RandomServices(1), config, 0)
+    fields = vars(found)
+    assert fields["answers"]
+    assert found.summary() == {name: fields[name] for name in fields if name != "answers"}

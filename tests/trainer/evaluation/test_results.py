@@ -11,7 +11,13 @@ from hypothesis import strategies as st
 from common.clients.rollout import GenerationFailed
 from common.errors import ConfigError
 from common.wire.schemas import Prompt, RewardResult
-from trainer.evaluation.results import EvaluationResults, compare_evaluations, results_of
+from trainer.evaluation.results import (
+    EvaluationResults,
+    compare_evaluations,
+    leak,
+    normalised_answer,
+    results_of,
+)
 from trainer.rollouts.requests import GeneratedAnswer
 
 Graded = tuple[GeneratedAnswer, RewardResult]
@@ -39,8 +45,9 @@ def graded(
 ANSWERS = st.builds(
     graded,
     st.sampled_from(SAID),
-    st.one_of(st.none(), st.floats(-1, 1)),
-    st.integers(0, 9).map(bool),
+    # Few are without a grade or a verdict, so that most problems have figures of their samples.
+    st.integers(0, 24).map(lambda number: None if number == 24 else number / 12 - 1),
+    st.integers(0, 24).map(lambda number: number < 24),
     st.integers(1, 99),
 )
 
@@ -169,3 +176,39 @@ def test_evaluations_are_compared_on_the_same_problems_by_their_verdicts() -> No
         with pytest.raises(ConfigError) as refused:
             compare_evaluations(first, second)
         assert refused.value.field == field
+
+
+def test_figures_of_samples_hand_computed() -> None:
+    """Two of three are right and win; none is; one is not graded, which leaves its problem out."""
+    answers = [
+        [graded(), graded("7"), graded("7.0"), graded("8")],
+        [graded(), graded("8"), graded("8"), graded("9")],
+        [graded(), graded("7"), graded("7"), graded("7", reward=None)],
+    ]
+    found = figures(answers, 3)
+    assert found["pass_at"] == pytest.approx({1: 1 / 3, 2: 1 / 2, 3: 1 / 2})
+    assert found["pass_at_k"] == pytest.approx(1 / 2)
+    assert found["avg_at_k"] == pytest.approx(1 / 3)
+    assert found["maj_at_k"] == pytest.approx(1 / 2)
+    assert (found["model"], found["k"], found["trained_on"]) == ("model", 3, None)
+    assert found["prompt_ids"] == ["p0", "p1", "p2"]
+    assert found["prompts"] == ["question 0", "question 1", "question 2"]
+    assert found["ground_truths"] == ["7"] * 3
+    assert figures(answers, 3, gives_verdicts=False)["pass_at"] is None
+
+
+def test_equal_answers_have_one_vote_however_they_are_written() -> None:
+    def vote_of(answer: str) -> str | None:
+        return normalised_answer(f"The answer is {answer}.")
+
+    equal = [["1,080", "$1080", "1080.0"], ["x+1", "x + 1"], ["8 cm"], ["7 cm"], ["x - 1"]]
+    votes = [{vote_of(each) for each in group} for group in equal]
+    assert all(len(group) == 1 for group in votes)
+    assert len(set.union(*votes)) == len(equal)
+    assert None not in set.union(*votes)
+    assert normalised_answer("I do not know") is None
+
+
+def test_problems_that_were_trained_on_are_named_by_their_number() -> None:
+    assert leak(None) == leak([]) == leak([False]) == ""
+    assert leak([True, False, True]) == "2 of 3 problems were trained on"

@@ -163,3 +163,19 @@ def test_pass_at_k_is_the_share_of_draws_with_a_right_answer(
     draws = list(combinations(range(samples), k))
     passed = sum(min(draw) < correct for draw in draws)
     assert pass_at_k(samples, correct, k) == pytest.approx(passed / len(draws))
+
+
+@pytest.mark.parametrize(("samples", "correct", "k"), [(3, -1, 1), (3, 4, 1), (3, 1, 0), (3, 1, 4)])
+def test_pass_at_k_of_what_was_not_drawn_is_not_defined(samples: int, correct: int, k: int) -> None:
+    with pytest.raises(ValueError, match=f"pass@{k}"):
+        pass_at_k(samples, correct, k)
+
+
+def test_rewards_that_always_differ_by_the_same_are_no_chance() -> None:
+    found = mean_difference([2.0, 3.0], [1.0, 2.0])
+    assert (found.low, found.high, found.p_value) == (1.0, 1.0, 0.0)
+
+
+def test_an_interval_ends_where_differences_end() -> None:
+    assert paired_difference([False], [True]).low == -1.0
+    assert paired_difference([True], [False]).high == 1.0
