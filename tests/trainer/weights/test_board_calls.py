@@ -6,20 +6,26 @@ import os
 import random
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from contextlib import suppress
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from common.errors import Conflict, NotFound
+from common.errors import ConfigError, Conflict, NotFound
+from common.process import logs
+from common.process import progress as progress_module
 from common.process.progress import total
 from common.settings.config import Config
 from common.wire.schemas import (
     Bucket,
+    EngineLibraries,
     WeightChecksums,
     WeightFile,
     WeightManifest,
@@ -29,7 +35,8 @@ from common.wire.schemas import (
 )
 from learning.weight_group import views
 from trainer.policy.scorer import ADAPTER_CONFIG
-from trainer.weights import adapters, transfer
+from trainer.weights import adapters, broadcast, transfer
+from trainer.weights import publisher as publisher_module
 from trainer.weights.adapters import AdapterPublisher, static_files
 from trainer.weights.board import WeightBoard
 from trainer.weights.broadcast import Broadcaster
@@ -296,7 +303,7 @@ def test_a_broadcast_version_is_checked_after_the_nodes_have_it(
     )
     monkeypatch.setattr(board, "wait_confirmed", wait_confirmed)
     sizes: list[int] = []
-    Publisher(
+    publisher = Publisher(
         board,
         [],
         "run",
@@ -305,9 +312,249 @@ def test_a_broadcast_version_is_checked_after_the_nodes_have_it(
         print,
         published=lambda size, _: sizes.append(size),
         broadcaster=broadcaster,
-    ).publish([], 3)
+    )
+    publisher.publish([], 3)
     assert done == ["publish 3", "confirmed", "libraries", "group"]
     assert sizes == [40]
+
+
+@pytest.mark.parametrize("way", ["broadcast", "shared", "http"])
+def test_the_log_says_how_a_version_went_under_the_id_of_its_requests(
+    board: WeightBoard,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    way: str,
+) -> None:
+    sent = manifest(3, directory="/shared" if way == "shared" else "")
+    if way == "broadcast":
+        member = worker(0, incarnation="first")
+        group = EngineGroup([member], Rendezvous("127.0.0.1"), 5.0)
+        sent.broadcast = group.announcement([])
+        group.close()
+    ids: list[tuple[str, str]] = []
+
+    def wait_confirmed(*_: Any) -> list[WorkerReport]:
+        ids.append((logs.request_id(), logs.run_id()))
+        return []
+
+    times = iter([100.0, 104.0])
+    monkeypatch.setattr(publisher_module, "time", SimpleNamespace(monotonic=lambda: next(times)))
+    monkeypatch.setattr(board, "wait_confirmed", wait_confirmed)
+    broadcaster: Any = SimpleNamespace(
+        publish=lambda weights, version: (sent, 8_000_000),
+        refuse_other_nccl=lambda: None,
+        close_if_broken=lambda: None,
+    )
+    published: list[tuple[int, float]] = []
+    publisher = Publisher(
+        board,
+        [],
+        "run",
+        7.0,
+        print,
+        print,
+        published=lambda *how: published.append(how),
+        broadcaster=broadcaster,
+    )
+    with caplog.at_level("INFO", logger="trainer.weights.publisher"):
+        publisher.publish([], 3)
+    assert ids == [("run-v3", "run")]
+    assert published == [(8_000_000, 4.0)]
+    (line,) = [record.getMessage() for record in caplog.records if record.levelname == "INFO"]
+    assert line == f"weights 3: 8.0 MB in 4.00 s (2 MB/s) by {way}"
+
+
+class Clock:
+    """Time that passes while the sender waits; what happens then."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.now = 100.0
+        self.events: list[tuple[float, Callable[[], object]]] = []
+        time = SimpleNamespace(monotonic=lambda: self.now, sleep=self.sleep)
+        patch.setattr(broadcast, "time", time)
+        patch.setattr(progress_module, "time", time)
+        patch.setattr(broadcast, "wait", self.wait)
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+        assert self.now < 1000.0, "it never ends"
+        for event in [each for each in self.events if each[0] <= self.now]:
+            self.events.remove(event)
+            event[1]()
+
+    def wait(self, futures: Any, seconds: float) -> Any:
+        if not futures[0].done():
+            self.sleep(seconds)
+        return SimpleNamespace(done=[each for each in futures if each.done()])
+
+
+@pytest.mark.parametrize(
+    "case", ["sent", "slow", "stuck", "lost", "failed", "blamed", "blamed later", "restarted"]
+)
+def test_why_a_broadcast_failed_is_told_with_the_engine_at_fault(
+    board: WeightBoard, monkeypatch: pytest.MonkeyPatch, case: str
+) -> None:
+    clock = Clock(monkeypatch)
+    sender = Broadcaster(board, [], "run", 5.0, Rendezvous("127.0.0.1"))
+    member = worker(0, incarnation="first")
+    group: Any = SimpleNamespace(members=[member])
+    done: Future[None] = Future()
+    transfer_: Any = SimpleNamespace(done=done, sent=0)
+    bad = member.model_copy(update={"state": "failed", "detail": "out of memory"})
+    board.report(member.model_copy(update={"state": "updating"}))
+
+    def at(seconds: float, event: Callable[[], object]) -> None:
+        clock.events.append((100.0 + seconds, event))
+
+    def fail() -> None:
+        done.set_exception(RuntimeError("reset"))
+
+    def move() -> None:
+        transfer_.sent += 1
+
+    match case:
+        case "sent":
+            at(1.0, lambda: done.set_result(None))
+        case "slow":
+            for second in range(1, 30):
+                at(second * 1.0, move)
+            at(30.0, lambda: done.set_result(None))
+        case "stuck":
+            at(2.0, move)
+        case "lost":
+            at(1.0, lambda: board.report(bad))
+        case "failed":
+            at(1.0, fail)
+        case "blamed":
+            at(1.0, lambda: board.report(bad))
+            at(1.0, fail)
+        case "blamed later":
+            at(1.0, fail)
+            at(3.5, lambda: board.report(bad))
+        case "restarted":
+            at(1.0, lambda: board.report(member.model_copy(update={"incarnation": "second"})))
+    found = sender._problem(group, transfer_)
+
+    took_s = clock.now - 100.0
+    if case in ("sent", "slow"):
+        assert found is None
+        assert took_s == pytest.approx({"sent": 1.0, "slow": 30.0}[case], abs=0.2)
+        return
+    assert found is not None
+    assert "rollout-server-0 is " in found
+    assert ("failed: out of memory" in found) == (case in ("lost", "blamed", "blamed later"))
+    assert ("RuntimeError: reset" in found) == (case in ("failed", "blamed", "blamed later"))
+    assert ("no progress" in found) == (case == "stuck")
+    expected = {"stuck": 7.0, "failed": 4.0, "blamed later": 3.5}.get(case, 1.0)
+    assert took_s == pytest.approx(expected, abs=0.3)
+
+
+@pytest.mark.parametrize("is_done", [True, False])
+def test_a_broadcast_that_fails_is_withdrawn_and_its_group_closed(
+    board: WeightBoard, monkeypatch: pytest.MonkeyPatch, is_done: bool
+) -> None:
+    sender = Broadcaster(board, [], "run", 5.0, Rendezvous("127.0.0.1"))
+    put: list[Any] = []
+    closes: list[bool] = []
+
+    class Sending:
+        def __init__(self, group: Any, flats: Any) -> None:
+            self.done: Future[None] = Future()
+            if is_done:
+                self.done.set_exception(RuntimeError("reset"))
+            put.append(len(flats))
+
+        def put(self, index: int) -> None:
+            put.append(index)
+
+        def finish(self) -> None:
+            put.append("end")
+
+    asked: list[list[str]] = []
+    member = worker(0, incarnation="first")
+    real = EngineGroup([member], Rendezvous("127.0.0.1"), 5.0)
+    real.close()
+    group: Any = SimpleNamespace(
+        announcement=real.announcement, close=lambda stuck: closes.append(stuck)
+    )
+
+    def group_of(members: Any) -> Any:
+        asked.append([each.name for each in members])
+        return group
+
+    monkeypatch.setattr(broadcast, "Transfer", Sending)
+    monkeypatch.setattr(sender, "_group_of", group_of)
+    monkeypatch.setattr(sender, "_problem", lambda *_: "it broke")
+    board.report(member)
+    board.report(worker(1, state="starting"))
+    weights = {"a": torch.ones(3), "b": torch.ones(2).bfloat16()}
+    for version in (1, 2):
+        found, size = sender.publish(weights.items(), version)
+        assert (found.version, found.broadcast, size) == (version, None, 16)
+        assert board.latest() == found
+        assert put == [2, 0, 1, "end"]
+        put.clear()
+    assert asked == [["rollout-server-0"]] * 2, "only engines that are ready"
+    assert closes == [not is_done] * 2
+
+
+def test_a_group_is_joined_once_and_gets_every_bucket_in_order(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    joins: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+    sent: list[tuple[Any, int, str]] = []
+    made: list[Any] = []
+
+    class Staging:
+        def __init__(self, device: Any) -> None:
+            made.append(device)
+
+        def to_device(self, flat: Tensor) -> str:
+            return f"copy of {flat.numel()}"
+
+        def on_stream(self, work: Callable[[], object]) -> None:
+            work()
+
+        def synchronize(self) -> None:
+            made.append("waited")
+
+    def join(*words: Any, **options: Any) -> str:
+        joins.append((words, options))
+        return "the group"
+
+    def send(flat: Any, *, src: int, group: str) -> None:
+        sent.append((flat, src, group))
+
+    members = [worker(0, tensor_parallel_size=2), worker(1)]
+    group = EngineGroup(members, Rendezvous("127.0.0.1"), 5.0)
+    monkeypatch.setattr(transfer, "Staging", Staging)
+    monkeypatch.setattr(transfer, "join", join)
+    monkeypatch.setattr(transfer, "group_device", lambda backend: f"device of {backend}")
+    monkeypatch.setattr(dist, "broadcast", send)
+    group.wait()
+    for count in (3, 5):
+        group.send(torch.zeros(count, dtype=torch.uint8))
+    group.wait()
+    options = {"rank": 0, "world_size": 4, "name": group.name, "backend": "gloo", "timeout_s": 5.0}
+    assert joins == [(("127.0.0.1", group.port), options)]
+    assert sent == [("copy of 3", 0, "the group"), ("copy of 5", 0, "the group")]
+    assert made == ["device of gloo", "waited"]
+    group._process_group = None
+    group.close()
+
+
+@pytest.mark.parametrize("own", ["", "2.29.7"])
+def test_only_known_versions_of_nccl_are_compared(board: WeightBoard, own: str) -> None:
+    sender = Broadcaster(board, [], "run", 5.0, Rendezvous("127.0.0.1", nccl=own))
+    board.report(worker(0))
+    sender.refuse_other_nccl()
+    board.report(worker(1, libraries=EngineLibraries(torch="2.9", nccl="2.27.3")))
+    if own:
+        with pytest.raises(ConfigError) as refused:
+            sender.refuse_other_nccl()
+        assert refused.value.value == "distributed"
+    else:
+        sender.refuse_other_nccl()
 
 
 @pytest.mark.parametrize("fails", [True, False])
@@ -409,16 +656,24 @@ def test_a_stuck_broadcast_is_aborted_where_it_does_not_end_by_itself(
     monkeypatch: pytest.MonkeyPatch, backend: Any, stuck: bool
 ) -> None:
     done: list[str] = []
+    stores: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+
+    def store(*words: Any, **options: Any) -> Any:
+        stores.append((words, options))
+        return SimpleNamespace(port=1)
+
     inner: Any = SimpleNamespace(abort=lambda: done.append("abort"))
     monkeypatch.setattr(
         transfer,
         "dist",
         SimpleNamespace(
-            TCPStore=lambda *_, **__: SimpleNamespace(port=1),
+            TCPStore=store,
             destroy_process_group=lambda group: done.append("destroy"),
         ),
     )
     group = EngineGroup([worker(0)], Rendezvous("127.0.0.1", backend=backend), 5.0)
+    limits = {"timeout": timedelta(seconds=5.0), "wait_for_workers": False, "is_master": True}
+    assert stores == [(("127.0.0.1", 0), limits)]
     group.close(stuck=stuck)
     assert done == [], "nobody has joined"
     group._process_group = inner

@@ -67,10 +67,23 @@ def test_buckets_keep_their_tensors_and_end_at_their_size_or_another_dtype() -> 
 def test_weights_of_another_layout_are_refused(change: dict[str, Tensor]) -> None:
     snapshot = HostCopy()
     snapshot.fill(mixed().items(), 1)
-    with pytest.raises(ServiceError):
+    with pytest.raises(ServiceError) as refused:
         snapshot.fill((mixed() | change).items(), 2)
+    (name,) = change
+    assert refused.value.field == ("name" if name == "f" else name)
+    assert refused.value.value == name
     with pytest.raises(NotFound), snapshot.reading(1):  # half overwritten, so nobody may read it
         pass
+
+
+def test_weights_of_which_one_is_missing_are_refused() -> None:
+    snapshot = HostCopy()
+    snapshot.fill(mixed().items(), 1)
+    for missing, found in (("b", "c"), ("e", "nothing")):
+        fewer = {name: tensor for name, tensor in mixed().items() if name != missing}
+        with pytest.raises(ServiceError) as refused:
+            snapshot.fill(fewer.items(), 2)
+        assert (refused.value.field, refused.value.value) == (missing, found)
 
 
 def broadcaster(tmp_path: Path) -> tuple[Broadcaster, WeightBoard]:

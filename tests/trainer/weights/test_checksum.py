@@ -1,8 +1,14 @@
 """The checksum by which the weights of two runs are compared."""
 
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
 import torch
 
-from trainer.weights.sync import WeightsChecksum
+from trainer.timing import PUBLISHING, StageClock
+from trainer.weights.sync import WeightsChecksum, WeightSync
 from trainer.weights.versions import Weights
 
 ONES = torch.ones(2, 3)
@@ -33,3 +39,43 @@ def test_every_difference_changes_the_checksum() -> None:
         [("a", ONES), ("b", ONES), ("empty", torch.empty(0))],
     ]
     assert len({checksum(weights) for weights in different}) == len(different)
+
+
+@pytest.mark.parametrize("in_background", [True, False])
+@pytest.mark.parametrize("copies", [True, False])
+@pytest.mark.parametrize("has_checksums", [True, False])
+def test_weights_are_copied_and_hashed_as_set(
+    in_background: bool, copies: bool, has_checksums: bool
+) -> None:
+    clock = StageClock()
+    tensors = {"a": ONES.clone(), "b": torch.zeros(3)}
+    policy: Any = SimpleNamespace(
+        weights=lambda: iter(tensors.items()), ranks=SimpleNamespace(device=torch.device("cpu"))
+    )
+    done: list[str] = []
+
+    def publish(weights: Weights, version: int) -> None:
+        stage = PUBLISHING if in_background else "publish"
+        assert clock.is_active(stage)
+        assert (threading.current_thread() is threading.main_thread()) != in_background
+        done.append(f"publish {version} {float(dict(weights)['a'].sum()):g}")
+
+    publisher: Any = SimpleNamespace(publish=publish)
+    sync = WeightSync(
+        publisher,
+        clock,
+        in_background,
+        copies=copies,
+        may_load=lambda: done.append("may load"),
+        has_checksums=has_checksums,
+    )
+    assert sync.checksum is None
+    expected = checksum(list(tensors.items()))
+    gathered = sync.gather(policy)
+    is_copied = copies or in_background
+    if is_copied:
+        tensors["a"].zero_()  # the next update
+    sync.publish(gathered, 7).result()
+    assert done == ["may load"] * in_background + ["publish 7 6"]
+    assert sync.checksum == (expected if has_checksums else None)
+    assert isinstance(gathered, list) == is_copied

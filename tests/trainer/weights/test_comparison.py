@@ -108,6 +108,7 @@ def test_one_changed_number_anywhere_is_found(on_gpu: bool) -> None:
         spoiled = sums_of(parameters | {name: changed}, on_gpu)
         found = checksums.compare(tensors, [sums_of(engine(tensors, 0, 2), on_gpu), spoiled])
         assert found.wrong == [name]
+        assert (found.unseen, found.compared) == ([], len(tensors)), "it has them, but wrong ones"
         assert found.problem is not None
         assert name in found.problem
 
@@ -143,7 +144,11 @@ def test_a_tensor_that_no_parameter_has_did_not_arrive() -> None:
     renamed = parameters | {"model.layers.0.mlp.something": torch.ones(2, 2)}
     found = Checksums(on_gpu=True).compare(tensors, [sums_of(renamed, True)])
     assert found.problem is None
-    assert "by other names" in str(found)
+    count = len(sent("Llama 3"))
+    assert str(found) == (
+        f"{count} of {count + 1} tensors with the trainer's; the engine has "
+        "model.layers.0.mlp.experts.gate_up_proj and 0 more by other names"
+    )
     assert "no parameter" in str(Checksums(on_gpu=True).compare(tensors, [{"other": "0"}]).problem)
 
 
@@ -235,3 +240,56 @@ def test_shares_of_experts_and_of_attention_are_those_of_the_engines_groups(
     if experts > 1:
         exchanged = [ranks[3], *ranks[1:3], ranks[0]]
         assert "m.mlp.experts.w13_weight" in checksums.compare(sent, exchanged).wrong
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 6, 8, 12])
+def test_ranks_share_heads_evenly_or_several_have_the_same(size: int) -> None:
+    """24 heads of queries, and of keys any number that divides it."""
+    rows = 2
+    for heads in (1, 2, 3, 4, 6, 8, 12, 24):
+        if heads % size and size % heads:
+            continue
+        torch.manual_seed(heads)
+        names = {part: f"m.self_attn.{part}_proj.weight" for part in "qkv"}
+        sent = {names["q"]: torch.randn(24 * rows, 5)}
+        sent |= {names[part]: torch.randn(heads * rows, 5) for part in "kv"}
+        ranks = []
+        for rank in range(size):
+            first = rank * heads // size * rows
+            own = slice(first, first + max(1, heads // size) * rows)
+            held = [sent[names["q"]].chunk(size)[rank], *(sent[names[part]][own] for part in "kv")]
+            ranks.append(sums_of({"m.self_attn.qkv_proj.weight": torch.cat(held)}, False))
+        found = Checksums(False).compare(sent, ranks)
+        assert (found.wrong, found.unseen) == ([], []), heads
+        if size > 1:
+            assert Checksums(False).compare(sent, ranks[::-1]).wrong
+
+
+@pytest.mark.parametrize("name", ["lm_head.weight", "model.embed_tokens.weight"])
+def test_a_vocabulary_has_a_multiple_of_64_rows_that_all_ranks_share(name: str) -> None:
+    for seed in range(30):
+        torch.manual_seed(seed)
+        size = 1 + seed % 8
+        rows = int(torch.randint(1, 900, ()))
+        sent = {name: torch.randn(rows, 2)}
+        padded = -(-rows // 64) * 64
+        if padded % size:
+            padded = -(-rows // (64 * size)) * 64 * size
+        whole = torch.zeros(padded, 2)
+        whole[:rows] = sent[name]
+        ranks = [sums_of({name: part}, False) for part in whole.chunk(size)]
+        assert Checksums(False).compare(sent, ranks).wrong == [], (rows, size)
+        spoiled = whole.clone()
+        spoiled[-1, -1] += 1  # in the padding, or the last number
+        other = [sums_of({name: part}, False) for part in spoiled.chunk(size)]
+        assert Checksums(False).compare(sent, other).wrong == [name]
+
+
+def test_only_numbers_with_a_fraction_change_their_precision() -> None:
+    floats = (torch.float32, torch.bfloat16, torch.float16)
+    for sent_dtype in (*floats, torch.int32, torch.uint8):
+        sent = {"a": torch.arange(6).reshape(2, 3).to(sent_dtype)}
+        for dtype in (*floats, torch.float64):
+            held = sums_of({"a": sent["a"].to(dtype)}, False)
+            is_right = sent_dtype in floats and dtype in floats
+            assert (Checksums(False).compare(sent, [held]).wrong == []) == is_right

@@ -2,7 +2,10 @@
 
 import random
 from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
@@ -94,3 +97,34 @@ def test_a_trainer_with_gpus_of_its_own_never_parks() -> None:
         assert not gpu.is_parked
     gpu.lease.release()
     assert (gpu.is_parked, gpu.is_awake) == (False, True)
+
+
+@pytest.mark.parametrize("has_engines", [True, False])
+def test_no_rank_goes_on_before_all_have_given_way(
+    monkeypatch: pytest.MonkeyPatch, has_engines: bool
+) -> None:
+    """Only rank 0 has the engines; the others keep step with it."""
+    done: list[str] = []
+    ranks: Any = SimpleNamespace(
+        device=torch.device("cpu"), barrier=lambda: done.append("all ranks")
+    )
+    engines: Any = SimpleNamespace(
+        sleep=lambda: done.append("sleep"), wake=lambda: done.append("wake")
+    )
+    lease = GpuLease(ranks, lambda: [], engines if has_engines else None)
+    monkeypatch.setattr(lease._parking, "park", lambda tensors: done.append("park"))
+    monkeypatch.setattr(lease._parking, "restore", lambda: done.append("restore"))
+
+    def steps(*names: str) -> list[str]:
+        return [name for name in names if has_engines or name not in ("sleep", "wake")]
+
+    with lease.borrowed():
+        assert done == []
+    assert done == [], "it held them before"
+    lease.release()
+    assert done == ["park", "all ranks"]
+    done.clear()
+    with lease.borrowed():
+        assert done == steps("sleep", "all ranks", "restore")
+        done.clear()
+    assert done == steps("park", "all ranks", "wake")

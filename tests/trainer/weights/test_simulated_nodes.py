@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from common.process import progress
+from common.process import progress, watchdog
 from common.wire.schemas import WeightManifest, WorkerReport, WorkerState
 from trainer.weights import board
 from trainer.weights.board import PublishFailed, WeightBoard
@@ -67,6 +67,7 @@ class Simulation(threading.Condition):
         super().__init__()
         self.nodes = nodes
         self.now = 0.0
+        self.pauses: list[float] = []
         clock = SimpleNamespace(monotonic=lambda: 1000.0 + self.now)
         patch.setattr(board, "time", clock)
         patch.setattr(progress, "time", clock)
@@ -77,6 +78,7 @@ class Simulation(threading.Condition):
 
     def wait(self, timeout: float | None = None) -> bool:
         self.now += timeout or 0.0
+        self.pauses.append(timeout or 0.0)
         assert self.now < 1000.0, "it never ends"
         self.report()
         return True
@@ -240,3 +242,88 @@ def test_engines_of_several_nodes_report_once_and_the_first_wait_is_for_all(
     assert simulation.board.wait_confirmed(MANIFEST, LIMIT_S, print) == []
     assert next(later, None) is None
     assert simulation.board.num_nodes() == 4
+
+
+@pytest.mark.parametrize("limit_s", [0.8, 5.0])
+def test_a_wait_is_told_less_and_less_often_and_looks_as_often_as_its_limit_needs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit_s: float
+) -> None:
+    moves = [0.1 * step for step in range(4000)]
+    simulation = Simulation([Node(0, arrives=400.0, moves=moves)], tmp_path, monkeypatch)
+    simulation.report()
+    said: list[float] = []
+
+    def say(text: str) -> None:
+        said.append(simulation.now)
+        assert f"waited {simulation.now:.0f} s so far: 0 of 1 rollout nodes" in text
+
+    assert simulation.board.wait_confirmed(MANIFEST, limit_s, say) == []
+    gaps = [after - before for before, after in zip([0.0, *said], said, strict=False)]
+    assert gaps == pytest.approx([10, 20, 40, 60, 60, 60, 60, 60], abs=0.5)
+    assert max(simulation.pauses) == pytest.approx({0.8: 0.1, 5.0: 0.2}[limit_s])
+
+
+@pytest.mark.parametrize("serves", [True, False])
+def test_a_deadline_that_has_passed_writes_a_report(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, serves: bool
+) -> None:
+    simulation = Simulation([Node(0), Node(1, arrives=0.0)][: 1 + serves], tmp_path, monkeypatch)
+    simulation.report()
+    passed: list[str] = []
+    monkeypatch.setattr(watchdog, "deadline_passed", passed.append)
+    if serves:
+        (left,) = simulation.board.wait_confirmed(MANIFEST, LIMIT_S, print)
+        assert left.name == "rollout-server-0"
+    else:
+        with pytest.raises(PublishFailed) as failed:
+            simulation.board.wait_confirmed(MANIFEST, LIMIT_S, print)
+        assert (failed.value.code, failed.value.value) == ("nodes_behind", "5.0")
+        assert failed.value.field == "limits.fence_after_s"
+        assert "rollout-server-0" in failed.value.message
+    (text,) = passed
+    assert "rollout-server-0 (updating, weights 2)" in text
+    assert ("1 of 2" in text) == serves
+
+
+def test_a_worker_that_is_silent_is_first_in_doubt_then_gone_and_later_forgotten(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    simulation = Simulation([], tmp_path, monkeypatch)
+    weights = simulation.board
+    report = Node(0, arrives=0.0).report(0.0, 3).model_copy(update={"detail": "well"})
+    weights.report(report)
+    (worker,) = weights._workers.values()
+
+    simulation.now = 8.0
+    assert str(worker) == "rollout-server-0 (ready, weights 3) well"
+    simulation.now = 8.6
+    assert str(worker).startswith("rollout-server-0 (no report for 9 s")
+    simulation.now = 29.9
+    assert (weights.workers(), weights.count("ready")) == ([report], 1)
+    simulation.now = 30.0
+    assert (weights.workers(), weights.count("ready")) == ([], 0)
+    for now, nodes in ((599.9, 3), (600.0, 1)):
+        simulation.now = now
+        weights.report(Node(1).report(now, 1))
+        assert weights.num_nodes() == nodes
+
+
+def test_a_node_that_fails_is_logged_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    weights = Simulation([], tmp_path, monkeypatch).board
+    states: list[WorkerState] = [
+        "failed",
+        "failed",
+        "ready",
+        "stale",
+        "stale",
+        "failed",
+        "updating",
+    ]
+    logged = []
+    for state in states:
+        caplog.clear()
+        weights.report(Node(0).report(0.0, 1).model_copy(update={"state": state}))
+        logged.append(len(caplog.records))
+    assert logged == [1, 0, 0, 1, 0, 1, 0]

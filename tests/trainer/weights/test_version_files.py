@@ -121,3 +121,17 @@ def test_a_delta_leads_from_the_version_before_to_the_next_and_only_where_it_is_
             assert made.read_bytes() == (folder / file.name).read_bytes()
             made.unlink()
         previous = manifest
+
+
+def test_files_are_copied_to_a_disk_without_hard_links(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(self: Path, target: Path) -> None:
+        raise OSError(18, "cross-device link")
+
+    static = tmp_path / "config.json"
+    static.write_text("{}")
+    monkeypatch.setattr(Path, "hardlink_to", refuse)
+    manifest = write_version([], [static], tmp_path / "weights", "run", 1)
+    manifest_of(tmp_path / "weights", manifest)
+    assert [file.name for file in manifest.files] == ["config.json", "model.safetensors"]
