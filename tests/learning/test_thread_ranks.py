@@ -195,8 +195,14 @@ def test_micro_batches_sum_to_one_and_the_next_update_sees_new_weights(
     shard_size: int | None,
 ) -> None:
     """Gathered weights are freed after an update: others would be those of before it."""
-    monkeypatch.setattr(sharding, "sums_once", lambda trained, ranks: sums_once)
     count = 2 * (shard_size or 1)
+    numbers = sum(parameter.numel() for parameter in moe.parameters())
+
+    def has_room(trained: int, ranks: int) -> bool:
+        assert (trained, ranks) == (numbers, count)
+        return sums_once
+
+    monkeypatch.setattr(sharding, "sums_once", has_room)
 
     def work(rank: int) -> tuple[dict[str, Tensor], list[bool], Tensor]:
         ranks = Ranks(rank=rank, world_size=count, device_kind="cpu", shard_size=shard_size)
