@@ -602,7 +602,7 @@ def test_who_joins_hears_every_end_before() -> None:
 
     asyncio.run(join())
     assert pipe.lines == [message.line() for message in gone]
-    assert rank._connections == {3: pipe}
+    assert rank._connections == {3: pipe}  # type: ignore[comparison-overlap]
     assert rank._all_joined.is_set()
 
 
