@@ -607,6 +607,7 @@ def test_who_joins_hears_every_end_before() -> None:
 
 
 def test_every_question_has_answers_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(liveness, "_ANSWER_S", 600.0)
     rank = rank_of(0)
     pipes = {1: Pipe(), 2: Pipe()}
     rank._connections = dict(pipes)  # type: ignore[arg-type]
@@ -679,10 +680,9 @@ def test_the_last_word_is_given_time_to_arrive_and_no_more(
         event = asyncio.Event()
         listening = asyncio.create_task(event.wait())
         rank._listeners.add(listening)  # type: ignore[arg-type]
+        monkeypatch.setattr(liveness, "_SHUTDOWN_S", 600.0 if reads else 0.01)
         if reads:
             asyncio.get_running_loop().call_later(0.01, event.set)
-        else:
-            monkeypatch.setattr(liveness, "_SHUTDOWN_S", 0.01)
         await rank._close()
         assert listening.done() == reads
         listening.cancel()

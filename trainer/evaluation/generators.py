@@ -176,9 +176,8 @@ async def openai_generator(
 def _server(kind: type[_C], url: str, config: Config, api_key: str | None) -> _C:
     """Returns a client with the server's own key, never the run's token."""
     headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
-    limit_s = config.limits.service_timeout_s
     root = url.rstrip("/").removesuffix("/v1")
-    return kind("the server", root, deadline_s=limit_s, headers=headers)
+    return kind("the server", root, deadline_s=config.limits.service_timeout_s, headers=headers)
 
 
 async def _ask(client: Client, path: str) -> Reply | None:

@@ -184,7 +184,7 @@ class Server:
         self.bodies: list[tuple[str, dict[str, Any]]] = []
 
     def __call__(self, request: httpx.Request) -> httpx.Response:
-        if request.url.path == "/v1/models":
+        if request.url.raw_path == b"/v1/models":
             return httpx.Response(200, json={"data": [{"id": name} for name in self.models]})
         self.bodies.append((request.url.path, json.loads(request.content)))
         choice = {"message": {"content": "4"}, "text": "4", "finish_reason": "stop"}

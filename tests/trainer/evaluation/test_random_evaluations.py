@@ -651,6 +651,7 @@ def test_an_sglang_server_gets_tokens_of_the_models_own_tokenizer(
         transport = httpx.ASGITransport(engine(asked, slots))
         return RolloutClient("the server", url, transport=transport, headers={})
 
+    monkeypatch.setattr(generators, "_FIRST_ANSWER_S", 600.0)
     monkeypatch.setattr(generators, "load_tokenizer", lambda model: ("tokenizer of", model))
     monkeypatch.setattr(generators, "Prompter", prompter)
     monkeypatch.setattr(generators, "_server", server)

@@ -328,7 +328,7 @@ def test_the_log_says_how_a_version_went_under_the_id_of_its_requests(
     sent = manifest(3, directory="/shared" if way == "shared" else "")
     if way == "broadcast":
         member = worker(0, incarnation="first")
-        group = EngineGroup([member], Rendezvous("127.0.0.1"), 5.0)
+        group = EngineGroup([member], Rendezvous("127.0.0.1"), LIMIT_S)
         sent.broadcast = group.announcement([])
         group.close()
     ids: list[tuple[str, str]] = []
@@ -472,7 +472,7 @@ def test_a_broadcast_that_fails_is_withdrawn_and_its_group_closed(
 
     asked: list[list[str]] = []
     member = worker(0, incarnation="first")
-    real = EngineGroup([member], Rendezvous("127.0.0.1"), 5.0)
+    real = EngineGroup([member], Rendezvous("127.0.0.1"), LIMIT_S)
     real.close()
     group: Any = SimpleNamespace(
         announcement=real.announcement, close=lambda stuck: closes.append(stuck)
@@ -526,7 +526,7 @@ def test_a_group_is_joined_once_and_gets_every_bucket_in_order(
         sent.append((flat, src, group))
 
     members = [worker(0, tensor_parallel_size=2), worker(1)]
-    group = EngineGroup(members, Rendezvous("127.0.0.1"), 5.0)
+    group = EngineGroup(members, Rendezvous("127.0.0.1"), LIMIT_S)
     monkeypatch.setattr(transfer, "Staging", Staging)
     monkeypatch.setattr(transfer, "join", join)
     monkeypatch.setattr(transfer, "group_device", lambda backend: f"device of {backend}")
@@ -535,7 +535,13 @@ def test_a_group_is_joined_once_and_gets_every_bucket_in_order(
     for count in (3, 5):
         group.send(torch.zeros(count, dtype=torch.uint8))
     group.wait()
-    options = {"rank": 0, "world_size": 4, "name": group.name, "backend": "gloo", "timeout_s": 5.0}
+    options = {
+        "rank": 0,
+        "world_size": 4,
+        "name": group.name,
+        "backend": "gloo",
+        "timeout_s": LIMIT_S,
+    }
     assert joins == [(("127.0.0.1", group.port), options)]
     assert sent == [("copy of 3", 0, "the group"), ("copy of 5", 0, "the group")]
     assert made == ["device of gloo", "waited"]

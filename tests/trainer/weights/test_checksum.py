@@ -48,6 +48,7 @@ def test_weights_are_copied_and_hashed_as_set(
     in_background: bool, copies: bool, has_checksums: bool
 ) -> None:
     clock = StageClock()
+    own_thread = threading.current_thread()
     tensors = {"a": ONES.clone(), "b": torch.zeros(3)}
     policy: Any = SimpleNamespace(
         weights=lambda: iter(tensors.items()), ranks=SimpleNamespace(device=torch.device("cpu"))
@@ -57,7 +58,7 @@ def test_weights_are_copied_and_hashed_as_set(
     def publish(weights: Weights, version: int) -> None:
         stage = PUBLISHING if in_background else "publish"
         assert clock.is_active(stage)
-        assert (threading.current_thread() is threading.main_thread()) != in_background
+        assert (threading.current_thread() is own_thread) != in_background
         done.append(f"publish {version} {float(dict(weights)['a'].sum()):g}")
 
     publisher: Any = SimpleNamespace(publish=publish)
