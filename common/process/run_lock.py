@@ -48,7 +48,7 @@ class RunLock:
         field: the setting of the directory, for errors.
 
     Raises ConfigError when another run holds the directory: at once, or after watching another
-    machine for `_STALE_S` seconds.
+    machine for `_STALE_S` seconds; StorageFailed when its volume does not answer.
     """
 
     def __init__(self, directory: Path, run: str, field: str = "trainer.run_dir") -> None:
@@ -76,11 +76,11 @@ class RunLock:
         with storing(LOCK, self._path, self._field):
             self._path.parent.mkdir(parents=True, exist_ok=True)
             self._file = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o644)
-        try:
-            self._acquire()
-        except BaseException:
-            os.close(self._file)
-            raise
+            try:
+                self._acquire()
+            except BaseException:
+                os.close(self._file)
+                raise
         self._beating = threading.Thread(target=self._beat, name="run lock", daemon=True)
         self._beating.start()
         return self
@@ -171,16 +171,20 @@ class RunLock:
 
     def _was_taken_over(self) -> bool:
         """Whether another run has written its entry over this one's."""
-        found = self._read()
-        if found and found.get("token") != self._own["token"]:
-            self._thief = found
+        with suppress(OSError):  # a volume that does not answer now says nothing
+            found = self._read()
+            if found and found.get("token") != self._own["token"]:
+                self._thief = found
         return self._thief is not None
 
     def _read(self) -> Json:
-        """Returns the holder's entry in the file; empty when nobody holds the directory."""
+        """Returns the holder's entry in the file; empty when nobody holds the directory. Raises
+        OSError.
+        """
+        content = os.pread(self._file, _SIZE, 0)
         try:
-            found = json.loads(os.pread(self._file, _SIZE, 0))
-        except (OSError, ValueError):
+            found = json.loads(content)
+        except ValueError:
             return {}
         return found if isinstance(found, dict) else {}
 

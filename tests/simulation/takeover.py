@@ -6,7 +6,9 @@ import asyncio
 import contextvars
 import errno
 import json
+import math
 import os
+import random
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -19,6 +21,7 @@ from unittest.mock import patch
 from common.errors import ConfigError, ServiceError
 from common.process import logs, run_lock
 from common.process.run_lock import LOCK, RunLock
+from common.process.storage import StorageFailed
 from tests.simulation.episodes import EpisodeWorld
 from tests.simulation.scene import Violation
 from tests.simulation.stand_ins import Loop
@@ -135,6 +138,8 @@ class Takeover(World):
         self._loops: dict[str, Loop] = {}
         self._volume_back_at = 0.0
         """Until then the first trainer does not reach the volume."""
+        self._second_lacks_at = math.inf
+        """For a second from then on the other one does not reach it."""
         self._second: _Thread | None = None
         self._is_first_up = False
         self._taken_over_at = 0.0
@@ -185,7 +190,9 @@ class Takeover(World):
             raise OSError(errno.ETIMEDOUT, "the volume does not answer")
 
     def _lacks_volume(self) -> bool:
-        return process.get() != _SECOND and self.loop.now < self._volume_back_at
+        if process.get() == _SECOND:
+            return self._second_lacks_at < self.loop.now < self._second_lacks_at + 1.0
+        return self.loop.now < self._volume_back_at
 
     @contextmanager
     def _locked(self, loop: Loop) -> Iterator[None]:
@@ -278,6 +285,9 @@ class Takeover(World):
     def _run_second(self, loop: "_LoopOfThread") -> PromptProgress | None:
         """Runs the second trainer, unless the directory is in use, or free."""
         began = self.loop.now
+        if self.seed % 9 == 2:
+            # While it watches the heartbeat of the first one. Apart: the others stay what they are.
+            self._second_lacks_at = began + random.Random(self.seed).uniform(0.0, _WATCHES_S)
         try:
             with self._locked(loop):
                 if not self._is_first_up:
@@ -292,6 +302,9 @@ class Takeover(World):
             self.story.say(f"the second trainer ends: {error.code}")
             if error.code != "run_in_use":
                 raise
+            return None
+        except StorageFailed as error:
+            self.story.say(f"the second trainer ends: {error.message}")
             return None
 
     def set_run(self, run_id: str) -> None:

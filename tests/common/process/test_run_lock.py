@@ -17,6 +17,7 @@ import pytest
 from common.errors import ConfigError, ServiceError
 from common.process import run_lock
 from common.process.run_lock import LOCK, RunLock
+from common.process.storage import StorageFailed
 from tests.support.errors import raises
 from tests.support.paths import ROOT
 
@@ -140,6 +141,31 @@ def test_a_run_that_ends_leaves_the_lock_to_the_one_that_took_over(
             first._beat()
         first.__exit__()
         assert json.loads((tmp_path / LOCK).read_bytes())["run"] == "second"
+
+
+@pytest.mark.usefixtures("quick", "unreachable")
+@pytest.mark.parametrize("read", [1, 2, 3])
+def test_a_volume_that_does_not_answer_is_not_a_free_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, read: int
+) -> None:
+    monkeypatch.setattr(run_lock, "_BEAT_S", 1e6)
+    monkeypatch.setattr(run_lock, "_STALE_S", 1e6)  # the watch goes on until the read fails
+    pread = os.pread
+    reads = 0
+
+    def fails_once(file: int, size: int, offset: int) -> bytes:
+        nonlocal reads
+        reads += 1
+        if reads == read:
+            raise TimeoutError("the volume does not answer")
+        return pread(file, size, offset)
+
+    with RunLock(tmp_path, "first") as first:
+        monkeypatch.setattr(os, "pread", fails_once)
+        with raises(StorageFailed):
+            RunLock(tmp_path, "second").__enter__()
+        assert json.loads((tmp_path / LOCK).read_bytes())["run"] == "first"
+        first.check()
 
 
 def test_a_damaged_lock_file_blocks_nobody(tmp_path: Path) -> None:
