@@ -394,6 +394,8 @@ class EngineClient(Client):
         """The kinds of memory that the engine has released."""
         self.is_paused = False
         """Whether this client has paused it."""
+        self.confirmed: str | None = None
+        """The label that it has confirmed; None from the beginning of the next load on."""
 
     async def weight_version(self) -> str:
         """Returns the label of the weights that the engine serves. Raises ServiceError."""
@@ -449,6 +451,7 @@ class EngineClient(Client):
     async def pause(self) -> None:
         """Stops generating; requests wait. Raises ServiceError."""
         self.is_paused = True
+        self.confirmed = None
         await self.request("POST", "/pause_generation", json={"mode": "retract"}, deadline_s=60)
 
     async def sleep(self, memory: list[str], timeout_s: float) -> None:
@@ -516,6 +519,22 @@ class EngineClient(Client):
                 value=served,
                 remedy=OTHER_ENGINE,
             )
+        self.confirmed = version
+
+    async def strayed_to(self) -> str | None:
+        """Returns the label of the weights that the engine serves instead of those that it has
+        confirmed, once: a copy of an earlier call, held back on its way, may have loaded them. None
+        if it serves those, or is to load others. Raises ServiceError.
+        """
+        confirmed = self.confirmed
+        if confirmed is None:
+            return None
+        served = await self.weight_version()
+        # A load that has begun meanwhile decides what it serves.
+        if served == confirmed or self.confirmed != confirmed:
+            return None
+        self.confirmed = None
+        return served
 
     async def load_adapter(
         self, directory: Path, manifest: WeightManifest, keep: int, timeout_s: float

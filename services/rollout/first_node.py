@@ -188,7 +188,12 @@ class FirstNodeAgent(Agent):
             self._wake_router.set()
 
     def _loops(self) -> list[Loop]:
-        return [self._keep_reporting(self._trainer), self._reconcile(), self._watch_nodes()]
+        return [
+            self._keep_reporting(self._trainer),
+            self._reconcile(),
+            self._watch_nodes(),
+            self._follower.watch(),
+        ]
 
     def _processes(self) -> list[Loop]:
         processes = [self._run_engine()]

@@ -64,6 +64,12 @@ class NodeState:
         if serves == self.wanted:
             self._caught_up()
 
+    def strayed(self, reason: str) -> None:
+        """Records that the engine serves other weights than it has loaded; it loads them again."""
+        self.serves = None
+        self.admitted = False
+        self.detail = reason
+
     def update_failed(self, reason: str, engine_failed: bool) -> None:
         """Records a failed download or load."""
         self.updating = False

@@ -53,7 +53,12 @@ class Engine(StandIn):
     """One life of an engine: SGLang's calls, as an agent and a router use them."""
 
     def __init__(
-        self, rng: random.Random, words: Sequence[str], trouble: Callable[[], str]
+        self,
+        rng: random.Random,
+        words: Sequence[str],
+        trouble: Callable[[], str],
+        *,
+        loads: list[Call],
     ) -> None:
         options = dict(pairwise(words))
         self._rng = rng
@@ -61,6 +66,10 @@ class Engine(StandIn):
         self._path = options["--model-path"]
         self._trouble = trouble
         self.weights: int | None = None
+        self._loads = loads
+        """The calls to load weights that have reached this node's engines."""
+        self.is_set_back = False
+        """Whether a copy of an earlier one has replaced its weights."""
         self.is_loading = True
         self.is_up = False
         self._running = 0
@@ -97,10 +106,12 @@ class Engine(StandIn):
             self._may_run.set()
             return _reply({})
         if path == "/update_weights_from_disk":
-            return await self._load(call.json())
+            is_copy = any(call is earlier for earlier in self._loads)
+            self._loads.append(call)
+            return await self._load(call.json(), is_copy=is_copy)
         return _reply({"error": {"message": "no such call"}}, 404)
 
-    async def _load(self, body: Any) -> Reply:
+    async def _load(self, body: Any, *, is_copy: bool) -> Reply:
         trouble = self._trouble()
         self.is_loading = trouble != "hangs"
         await asyncio.sleep(1e6 if trouble == "hangs" else self._rng.uniform(0.05, 1.0))
@@ -110,9 +121,11 @@ class Engine(StandIn):
         # One that lies about weights of the same name, of an earlier run, is not to be recognised.
         if not trouble or self._label == body["weight_version"]:
             try:
-                self.weights = weights_in(body["model_path"])
+                weights = weights_in(body["model_path"])
             except FileNotFoundError as error:  # a late copy of a call: its files are gone
                 return _reply({"error": {"message": str(error)}}, 400)
+            self.is_set_back = is_copy and weights != self.weights
+            self.weights = weights
             self._label = body["weight_version"]
         return _reply({"success": True})
 
@@ -120,17 +133,24 @@ class Engine(StandIn):
         answers = []
         for _ in range(n):
             used: list[int | None] = []
+            was_set_back = False
             labels: list[str] = []
             self._running += 1
             try:
                 for _ in range(self._rng.randint(1, 8)):
                     await asyncio.sleep(_TOKEN_S)
                     await self._may_run.wait()
+                    was_set_back |= self.is_set_back
                     used.append(self.weights)
                     labels.append(self._label)
             finally:
                 self._running -= 1
-            meta = {"weight_version": labels[-1], "used": used, "labels": labels}
+            meta = {
+                "weight_version": labels[-1],
+                "used": used,
+                "labels": labels,
+                "was_set_back": was_set_back,
+            }
             answers.append({"text": "", "meta_info": meta})
         return answers if n > 1 else answers[0]
 
@@ -241,6 +261,8 @@ class Processes:
         self.running: dict[str, Started] = {}
         """By the name of their nodes."""
         self.engines: dict[str, Engine] = {}
+        self.loads: dict[str, list[Call]] = {}
+        """The calls to load weights that have reached the engines of a node."""
         self.router: Router | None = None
         self.troubles: dict[str, str] = {}
         """What engines do with new weights, by the name of their nodes, if it is not loading."""
@@ -265,7 +287,12 @@ class Processes:
         return self.router
 
     def _engine(self, words: Sequence[str], node: Node) -> StandIn:
-        engine = Engine(self._rng, words, lambda: self.troubles.get(node.name, ""))
+        engine = Engine(
+            self._rng,
+            words,
+            lambda: self.troubles.get(node.name, ""),
+            loads=self.loads.setdefault(node.name, []),
+        )
         self.engines[node.name] = engine
         node.run(self._load_first(node.name, engine))
         return engine

@@ -14,6 +14,7 @@ from unittest.mock import patch
 
 import torch
 
+from common.clients.network import Reply
 from common.clients.rollout import BASE_VERSION, RolloutClient
 from common.errors import ServiceError
 from common.process import logs
@@ -45,6 +46,11 @@ _REACHED_S = 400.0
 _WATCH_S = 0.2
 _LEAVES_S = 15.0
 """Time in which a stale node must have left the router, while nothing else is wrong."""
+_NOTICED_S = 45.0
+"""Time in which an engine must have left it, or be current again, that a late copy of a call has
+made older."""
+_GOES_ON_S = 5.0
+"""Time in which a trainer goes on once only nodes are behind that it has given up before."""
 _EXPLAINED_S = 200.0
 """So long after a fault it may be the reason that nothing was served."""
 _WAITS_S = 20.0
@@ -88,11 +94,16 @@ class Condition:
 
 
 class Reports(Model):
-    """Tells in the story what nodes report."""
+    """Tells in the story what nodes report, and knows which of them the trainer has given up."""
 
-    def __init__(self, story: Story) -> None:
+    def __init__(self, story: Story, now: Callable[[], float]) -> None:
         self._story = story
+        self._now = now
         self._said: dict[str, str] = {}
+        self.given_up: set[str] = set()
+        """Nodes without which the trainer goes on, until it says that they may serve again."""
+        self.ready: dict[str, tuple[int, float]] = {}
+        """The version that a node has said to serve last, and when it said so first."""
 
     def asked(self, call: Call) -> Answered:
         if call.method == "POST":
@@ -102,7 +113,31 @@ class Reports(Model):
             if self._said.get(report["name"]) != said:
                 self._said[report["name"]] = said
                 self._story.say(f"{report['name']} is {said}")
+            return partial(self._noted, report)
         return super().asked(call)
+
+    def _noted(self, report: dict[str, Any], reply: Reply) -> None:
+        name = report["name"]
+        if reply.json()["may_serve"]:
+            self.given_up.discard(name)
+        if report["state"] == "ready":
+            version, _ = self.ready.get(name, (None, 0.0))
+            if version != report["version"]:
+                self.ready[name] = report["version"], self._now()
+        else:
+            self.ready.pop(name, None)
+
+    def waited_s(self, version: int, given_up: set[str], names: set[str]) -> float:
+        """Returns for how long the trainer has waited since all nodes serve a version but those that
+        were and are given up; 0 when there are none, or others do not serve it either.
+        """
+        left = given_up & self.given_up
+        if not left or self.given_up != left:
+            return 0.0
+        ready = [self.ready.get(name, (None, 0.0)) for name in names - left]
+        if not ready or any(served != version for served, _ in ready):
+            return 0.0
+        return self._now() - max(since for _, since in ready)
 
 
 class Fleet(Scene):
@@ -127,6 +162,7 @@ class Fleet(Scene):
         self._failures = 0
         self._versions = _VERSIONS
         self._last_fault = -1e9
+        self._trainer_stops_until = 0.0
         self.processes = Processes(self.rng, self.net)
         self._board: WeightBoard | None = None
         self._static = directory / "config.json"
@@ -135,12 +171,13 @@ class Fleet(Scene):
         self._config = _config()
         rollout = self._config.rollout
         trainer = self._topology(0).url(TRAINER, self._config.trainer.port)
+        self._reports = Reports(self.story, loop.time)
         self._trainer = self.node(
             "trainer",
             self._trainer_app,
             host=_host(trainer),
             machine="trainer",
-            model=Reports(self.story),
+            model=self._reports,
         )
         self._agents: list[Node] = []
         self._lives: dict[str, asyncio.Task[None]] = {}
@@ -208,6 +245,11 @@ class Fleet(Scene):
             self.loop.call_later(drawn.uniform(5.0, _FAULTS_S), self.strike, fault)
         elif self.seed % 4 == 2:
             self._schedule_calls(random.Random(self.seed))
+        elif self.seed % 4 == 1:
+            # The more versions there are, the longer it may take until a copy of a call arrives.
+            drawn = random.Random(self.seed)
+            for _ in range(2):
+                self.loop.call_later(drawn.uniform(5.0, 60.0), self.strike, self._load_again)
         while self.published < self._versions:
             self.attempts += 1
             self.is_up = True
@@ -241,10 +283,13 @@ class Fleet(Scene):
         loop = Loop(self.loop)
         self._board = WeightBoard(self._directory / f"weights-{self.attempts}")
         self._trainer.start()
+        self._reports.given_up.clear()
+        self._reports.ready.clear()
         rollout = RolloutClient("rollout-server", self._router_url, deadline_s=_FENCE_S)
 
         def fence(worker: WorkerReport) -> None:
             self.story.say(f"the trainer fences {worker.name}")
+            self._reports.given_up.add(worker.name)
             loop.call(rollout.remove_worker(worker.url))
 
         publisher = Publisher(
@@ -260,9 +305,14 @@ class Fleet(Scene):
         for version in range(self.published, self._versions + 1):
             weights = self.attempts * _RUN + version
             self.newest = weights
+            given_up = set(self._reports.given_up)
             publisher.publish([(TENSOR, torch.tensor([weights], dtype=torch.int32))], version)
             self.floor = weights
             self.story.say(f"weights {weights} are served")
+            names = {f"{ROLLOUT}-{rank}" for rank in range(self._count)}
+            waited_s = self._reports.waited_s(version, given_up, names)
+            if min(waited_s, self.loop.now - self._trainer_stops_until) > _GOES_ON_S:
+                raise Violation(f"the trainer has waited {waited_s:.0f} s for {given_up}")
             loop.sleep(self.rng.uniform(0.0, self.rng.choice((5.0, 5.0, 40.0))))
             self._check(traffic)
             if self.rng.random() < 0.7:
@@ -276,9 +326,12 @@ class Fleet(Scene):
         self._note_stale()
         try:
             for name, used in self.processes.served().items():
-                if self.floor is not None:
+                if self.floor is not None and not self._is_set_back(name):
                     self._check_weights(name, used, self.floor)
-                if self.loop.now - self._stale_since.get(name, self.loop.now) > _LEAVES_S:
+                limit_s = _LEAVES_S
+                if self._is_set_back(name):
+                    limit_s = _NOTICED_S
+                if self.loop.now - self._stale_since.get(name, self.loop.now) > limit_s:
                     raise Violation(f"{name} is stale and keeps its traffic")
         except Violation as found:
             self._found.append(found)
@@ -287,6 +340,10 @@ class Fleet(Scene):
     def _is_up(self, node: Node) -> bool:
         return node.app is not None and not self.loop.is_stopped(node.name)
 
+    def _is_set_back(self, engine: str) -> bool:
+        found = self.processes.engines.get(engine)
+        return found is not None and found.is_set_back
+
     def _note_stale(self) -> None:
         router = self.net.nodes[_host(self._router_url)]
         for node in self._agents:
@@ -294,7 +351,7 @@ class Fleet(Scene):
             state = ""
             if self._is_up(node) and self._is_up(router) and not self.net.is_cut(node.name, router):
                 state = self._working[node.name].state.worker_state
-            if state == "stale":
+            if state == "stale" or (state == "ready" and self._is_set_back(engine)):
                 self._stale_since.setdefault(engine, self.loop.now)
             elif state != "updating":
                 self._stale_since.pop(engine, None)
@@ -329,7 +386,9 @@ class Fleet(Scene):
             self.story.say("an answer of the base model is refused")
             return False
         for used, label in zip(meta["used"], meta["labels"], strict=True):
-            self._check_weights("an engine", used, floor)
+            # What a late copy has loaded is old until the agent notices; the answer says so.
+            if not meta["was_set_back"]:
+                self._check_weights("an engine", used, floor)
             if label != str(used % _RUN):
                 raise Violation(f"weights {used} were called {label}")
         return True
@@ -397,6 +456,8 @@ class Fleet(Scene):
         seconds = self._long_s()
         self.fault("stopped", f"{' and '.join(names).strip() or 'trainer'} for {seconds:.0f} s")
         for name in names:
+            if not name:
+                self._trainer_stops_until = self.loop.now + seconds
             self._halt(name)
             self.loop.call_later(seconds, self.loop.go_on, name)
 
@@ -510,6 +571,15 @@ class Fleet(Scene):
         self.loop.call_later(seconds / 2.0, self._damage_files, agent)
         self.loop.call_later(seconds, self.processes.troubles.pop, name, "")
 
+    def _load_again(self) -> None:
+        """Lets a copy of an earlier call to load weights arrive at an engine."""
+        name = f"engine-{self.rng.randrange(self._count)}"
+        loads = self.processes.loads.get(name, [])
+        node = self.net.named(name)
+        if len(loads) > 1 and node is not None:
+            self.fault("late load", name)
+            self.net.deliver_later(node, loads[-2], 0.0)
+
     def _damage(self) -> None:
         """Changes a byte of the newest weights on a node's disk, and ends its engine."""
         node = self._an_agent()
@@ -547,15 +617,17 @@ class Fleet(Scene):
             statuses = [ask_json(self, node, "/status") for node in self._agents]
             is_known = self._board.count("ready") == self._count
             behind = [each for each in statuses if not _is_current(each, wanted.version)]
+            set_back = [name for name in self.processes.engines if self._is_set_back(name)]
             served = self.processes.served()
             # Who is cut off still answers this question.
             is_over = self.loop.now > self._last_fault
-            if is_known and not behind and is_over and len(served) == self._count:
+            is_whole = len(served) == self._count and not set_back
+            if is_known and not behind and is_over and is_whole:
                 break
             if self.loop.now > deadline:
                 raise Violation(
                     f"these nodes do not serve weights {wanted.version}: {behind}; these engines "
-                    f"get requests: {served}"
+                    f"get requests: {served}, these are set back: {set_back}"
                 )
             self.sleep(4.0)
         for _ in range(2 * self._count):

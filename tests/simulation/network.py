@@ -428,6 +428,25 @@ class Net:
         node = self.named(name)
         return (name or "trainer") if node is None else node.machine
 
+    def deliver_later(
+        self, node: Node, call: Call, delay_s: float, size: int | None = None
+    ) -> None:
+        """Delivers a copy of a request whose answer nobody reads, or so much of its body as arrived
+        before its client left.
+        """
+        connection = Connection()
+        if size is not None:
+            connection.end(taken=False)
+
+        async def deliver() -> None:
+            await asyncio.sleep(delay_s)
+            with contextlib.suppress(httpx.TransportError):
+                await node.answer(call, size, connection)
+
+        context = contextvars.Context()
+        context.run(process.set, _WIRES)
+        self.loop.create_task(deliver(), context=context)
+
     @contextlib.contextmanager
     def joined(self) -> Iterator[None]:
         """Inside the block, the clients that are made are those of this network, and services answer
@@ -496,7 +515,7 @@ class Wire(Network):
             await asyncio.sleep(rng.uniform(0.0005, 30.0 if kind == "slow" else 0.01))
         except asyncio.CancelledError:
             if kind == "slow" and net.is_noticed(call) and not net.is_cut(self._owner, node):
-                self._later(node, call, 0.0, size=rng.randrange(len(call.content) + 1))
+                net.deliver_later(node, call, 0.0, size=rng.randrange(len(call.content) + 1))
             raise
         if net.is_cut(self._owner, node) or net.holds(self._owner, call, False):
             await asyncio.sleep(1e6)
@@ -509,9 +528,9 @@ class Wire(Network):
                 else Reply(503, {"retry-after": "0.1"})
             )
         if kind == "repeated":
-            self._later(node, call, 0.0)
+            net.deliver_later(node, call, 0.0)
         if kind == "late copy":
-            self._later(node, call, rng.uniform(1.0, 120.0))
+            net.deliver_later(node, call, rng.uniform(1.0, 120.0))
         connection = Connection()
         if kind == "cut request":
             await node.answer(call, rng.randrange(len(call.content) + 1), connection)
@@ -530,23 +549,6 @@ class Wire(Network):
             raise
         connection.end(taken=True)
         return reply
-
-    def _later(self, node: Node, call: Call, delay_s: float, size: int | None = None) -> None:
-        """Delivers a copy of a request whose answer nobody reads, or so much of its body as arrived
-        before its client left.
-        """
-        connection = Connection()
-        if size is not None:
-            connection.end(taken=False)
-
-        async def deliver() -> None:
-            await asyncio.sleep(delay_s)
-            with contextlib.suppress(httpx.TransportError):
-                await node.answer(call, size, connection)
-
-        context = contextvars.Context()
-        context.run(process.set, _WIRES)
-        self._net.loop.create_task(deliver(), context=context)
 
 
 class _CutBody(httpx.AsyncByteStream):

@@ -22,6 +22,9 @@ FULL_WHILE_IT_STARTS = (955, 1148)
 LISTED_WHILE_IT_STARTS = (97,)
 """Seeds with which a node comes back, cut off from the trainer, while the router lists its engine."""
 
+SET_BACK = (41, 40_023)
+"""Seeds with which a late copy of a call makes an engine load older weights again."""
+
 FORGOTTEN = (10_021, 20_223)
 """Seeds with which a replay-buffer that lost its volume does not know that the run of a trainer which
 wakes up has ended: it took that run's groups, and was full of them; each of two trainers got the
@@ -76,6 +79,10 @@ def test_no_engine_with_old_weights_gets_requests() -> None:
 
 def test_an_engine_that_the_router_still_lists_does_not_start() -> None:
     simulate_all(LISTED_WHILE_IT_STARTS, "fleet")
+
+
+def test_an_engine_that_a_late_call_makes_older_leaves_the_router_and_comes_back() -> None:
+    simulate_all(SET_BACK, "fleet")
 
 
 @pytest.mark.integration

@@ -39,6 +39,7 @@ _SHARED_GPU_POLL_S = 5.0
 # node stale.
 _LOST_BEFORE_STALE = 3
 _SAY_AFTER_S = 0.5
+_ASK_ENGINE_S = 5.0
 # One answer about files that are being written.
 _FILES_S = 30.0
 
@@ -113,8 +114,8 @@ class WeightFollower:
 
     @property
     def incarnation(self) -> str:
-        """Changes with every start of node or engine and every failed broadcast, which invalidates
-        earlier groups.
+        """Changes with every start of node or engine and every broadcast that did not last, which
+        invalidates earlier groups.
         """
         return f"{self._process_id}-{self._engine.starts}-{self._failed_broadcasts}"
 
@@ -135,6 +136,7 @@ class WeightFollower:
         self._partial = False
         self._api.asleep = []
         self._api.is_paused = False
+        self._api.confirmed = None
         if self._loading is not None:
             self._loading.cancel()
 
@@ -185,6 +187,24 @@ class WeightFollower:
             self._wake.clear()
             pause = max(0.2, self._state.backoff_s) if self._engine.up else 2.0
             await wait_event(self._wake, pause)
+
+    async def watch(self) -> None:
+        """Takes the engine out of traffic when it serves other weights than it has loaded last;
+        `run` then loads the newest again.
+        """
+        while True:
+            await asyncio.sleep(_ASK_ENGINE_S)
+            try:
+                label = await self._api.strayed_to()
+            except ServiceError:
+                continue  # it has ended or hangs, which its supervision notices
+            if label is not None:
+                reason = f"the engine has gone over to weights {label}, as an earlier call asked"
+                log.error("this node receives no traffic: %s", reason)
+                self._state.strayed(reason)
+                # The broadcast of these weights is over: it gets them as files.
+                self._failed_broadcasts += 1
+                self._changed()
 
     async def _ask(self, wait_s: float, deadline_s: float) -> WeightManifest | None:
         """Returns the trainer's newest version; None when it has none or does not answer."""

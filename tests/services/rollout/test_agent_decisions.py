@@ -49,6 +49,21 @@ def test_engine_keeps_its_traffic_during_an_update() -> None:
     assert (state.worker_state, state.serves, state.in_traffic) == ("ready", V1, True)
 
 
+def test_an_engine_that_serves_other_weights_than_it_has_loaded_is_out_until_it_loads_again() -> (
+    None
+):
+    state = NodeState()
+    state.wanted = V1
+    state.engine_up(V1)
+    state.strayed("it serves weights 0")
+    assert (state.worker_state, state.serves, state.in_traffic) == ("updating", None, False)
+    assert "it serves weights 0" in str(state.problem())
+    state.updating = True
+    state.update_done(V1)
+    assert (state.worker_state, state.serves, state.in_traffic) == ("ready", V1, True)
+    assert state.problem() is None
+
+
 def test_failed_update_fences_until_a_later_one_works() -> None:
     state = NodeState()
     state.engine_up(None)

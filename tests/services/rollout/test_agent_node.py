@@ -218,6 +218,24 @@ async def test_new_run_replaces_the_weights_though_its_version_is_lower(
     assert {await generate(rollout) for _ in range(4)} == {0}
 
 
+async def test_an_engine_that_a_late_copy_of_a_load_set_back_loads_the_newest_again(
+    both: SyncedNodes,
+) -> None:
+    both.publish("b", 40)
+    await until(lambda: both.all_serve("b", 40), "weights 40 everywhere", both)
+    first, _ = both.nodes
+    async with RolloutClient("engine", first.engine_url, deadline_s=60) as engine:
+        earlier = {"model_path": str(both.model), "weight_version": "39"}
+        await engine.request("POST", "/update_weights_from_disk", json=earlier)
+
+    def label() -> object:
+        return httpx.get(f"{first.engine_url}/model_info").json()["weight_version"]
+
+    await until(lambda: label() == "40", "weights 40 again", both)
+    await until(lambda: both.all_serve("b", 40), "the node says so", both)
+    assert await served(first) == 40
+
+
 async def test_weights_the_engine_refuses_fence_the_node_until_good_ones_come(
     both: SyncedNodes, rollout: RolloutClient
 ) -> None:
