@@ -33,6 +33,7 @@ _T = TypeVar("_T")
 _SECOND = "trainer-2"
 _ENDS_S = 4_000.0
 """Longest time until the first trainer has noticed."""
+_STARTS_AGAIN_S = 10.0
 _WATCHES_S = 29.0
 """Shortest time for which a run watches the heartbeat of another one before it takes over."""
 
@@ -285,7 +286,7 @@ class Takeover(World):
     def _run_second(self, loop: "_LoopOfThread") -> PromptProgress | None:
         """Runs the second trainer, unless the directory is in use, or free."""
         began = self.loop.now
-        if self.seed % 9 == 2:
+        if self.seed % 9 == 2 and self._second_lacks_at == math.inf:
             # While it watches the heartbeat of the first one. Apart: the others stay what they are.
             self._second_lacks_at = began + random.Random(self.seed).uniform(0.0, _WATCHES_S)
         try:
@@ -305,6 +306,8 @@ class Takeover(World):
             return None
         except StorageFailed as error:
             self.story.say(f"the second trainer ends: {error.message}")
+            # The job group starts it again.
+            self.loop.call_later(_STARTS_AGAIN_S, self._begin_second)
             return None
 
     def set_run(self, run_id: str) -> None:
