@@ -3,6 +3,7 @@ one node or two. Agents behind a URL play them, or a class in the server.
 """
 
 import asyncio
+import random
 import re
 from concurrent.futures import Future
 from contextlib import ExitStack
@@ -118,9 +119,18 @@ class EpisodeWorld(World):
         def has_arrived(call: str) -> bool:
             return any(call in gateway.arrived for gateway in self._gateways)
 
+        # Apart: the other seeds stay what they are.
+        drawn = random.Random(seed)
+
         def make_agent(_: Path) -> Agent:
+            assert isinstance(self.engines, Policy)
             agent = Agent(
-                self.net, grading=grading, says_retries=says_retries, has_arrived=has_arrived
+                self.net,
+                self.engines,
+                grading=grading,
+                says_retries=says_retries,
+                has_arrived=has_arrived,
+                rewrites=lambda: seed % 3 == 1 and drawn.random() < 0.3,
             )
             agent.failing = self._agent_faults
             return agent

@@ -4,6 +4,7 @@ The models see requests and answers alone. A call that changes everything (`/see
 begins another era of a store; an answer to a request from an earlier era says nothing.
 """
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -11,6 +12,9 @@ import msgspec
 
 from common.clients.network import Reply
 from tests.simulation.network import Answered, Broken, Call, Model
+
+_WAKES_S = 0.2
+"""Time in which a take gets groups that are there, of which its calls of a thread need the most."""
 
 
 def expect(holds: bool, text: str) -> None:
@@ -122,8 +126,9 @@ class ReplayModel(StoreModel):
         {"POST /groups", "POST /groups/take", "POST /groups/ack", "POST /groups/priorities"}
     )
 
-    def __init__(self) -> None:
+    def __init__(self, now: Callable[[], float]) -> None:
         super().__init__()
+        self._now = now
         self._leases: dict[str, str] = {}
         self._answers: dict[str, list[str]] = {}
         self.consumed: set[str] = set()
@@ -134,6 +139,10 @@ class ReplayModel(StoreModel):
         """By request, how many groups were too old for it."""
         self._oldest = 0
         """The oldest version that a call has asked for."""
+        self._added_at = -math.inf
+        """When the last groups were stored."""
+        self._changes = 0
+        """How many changes of the store an answer has told of."""
         self._knows_run = True
         """Whether a run has begun since the volume was replaced: until then the store cannot tell the
         runs apart, and may have groups that this model has forgotten."""
@@ -148,7 +157,7 @@ class ReplayModel(StoreModel):
         self._knows_run = True
 
     def forget(self) -> None:
-        super().forget()
+        self.__init__(self._now)  # type: ignore[misc]
         self._knows_run = False
 
     def asked(self, call: Call) -> Answered:
@@ -160,7 +169,23 @@ class ReplayModel(StoreModel):
             if "from_position" in call.params:
                 self.consumed.clear()
             return self._begin(run, run)
-        return super().asked(call)
+        seen = super().asked(call)
+        came = self._now()
+        changes_then = self._changes
+
+        def answered(reply: Reply) -> None:
+            seen(reply)
+            _, changes = _mark(reply.headers)
+            if str(call) == "POST /groups":
+                has_moved = not reply.json()["added"] or changes > changes_then
+                expect(has_moved, f"groups were added, and the store's mark is still {changes}")
+                self._added_at = self._now()
+            elif str(call) == "POST /groups/take" and msgspec.msgpack.decode(reply.content)["ids"]:
+                waited_s = self._now() - max(came, self._added_at)
+                expect(waited_s < _WAKES_S, f"groups that were there waited {waited_s:.1f} s")
+            self._changes = max(self._changes, changes)
+
+        return answered
 
     def _see(self, call: str, asked: Call, reply: Reply) -> None:
         if call == "POST /groups":
@@ -192,7 +217,8 @@ class ReplayModel(StoreModel):
 
     def _evict(self, asked: dict[str, Any], count: int) -> None:
         name = asked["request_id"]
-        self._evicted[name] = count
+        known = self._evicted.setdefault(name, count)
+        expect(count == known, f"{known} groups were evicted for {name}, and later {count}")
         evicted = sum(self._evicted.values())
         # A copy of an earlier call may come now.
         self._oldest = max(self._oldest, asked["min_version"])

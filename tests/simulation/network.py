@@ -377,6 +377,8 @@ class Net:
         """Lives of the process "", which is no node: the trainer's."""
         self.is_copied: Callable[[Call], bool] = lambda _: True
         """Whether the network may repeat a request."""
+        self.comes_again_s: Callable[[Call], float] = lambda _: 0.0
+        """After how many seconds a copy of a request arrives in any case; 0 if none does."""
         self.is_noticed: Callable[[Call], bool] = lambda _: False
         """Whether a server knows of a request that it refuses, or whose client leaves it while it is
         on its way: it waited at the server."""
@@ -531,6 +533,9 @@ class Wire(Network):
             net.deliver_later(node, call, 0.0)
         if kind == "late copy":
             net.deliver_later(node, call, rng.uniform(1.0, 120.0))
+        again_s = net.comes_again_s(call)
+        if again_s:
+            net.deliver_later(node, call, again_s)
         connection = Connection()
         if kind == "cut request":
             await node.answer(call, rng.randrange(len(call.content) + 1), connection)

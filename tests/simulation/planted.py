@@ -64,10 +64,26 @@ BUGS = {
         '.get("answered"):\n                    return',
         '.get("never"):\n                    return',
     ),
+    "an answered take forgets what it evicted": Bug(
+        "services/replay/store.py",
+        "return Lease([], [], self.evicted_for(request.request_id))",
+        "return Lease([], [], 0)",
+    ),
     "a take that ended empty is not over": Bug(
         "services/replay/store.py",
         "                taken = []\n",
         "                return Lease([], [], self.evicted_for(request.request_id))\n",
+    ),
+    "a take looks for its lease when no group is fresh": Bug(
+        "services/replay/store.py",
+        "            if leased:\n",
+        "            if leased and not fresh:\n",
+    ),
+    "groups that have come are not counted for those that wait": Bug(
+        "services/replay/database.py", "if self.mark != self._kept:", "if self._kept is None:"
+    ),
+    "a count that grows by one is not stored": Bug(
+        "services/replay/database.py", "        if more:\n", "        if more > 1:\n"
     ),
     "an added group is stored again": Bug(
         "services/replay/store.py",
@@ -125,6 +141,11 @@ BUGS = {
     ),
     "a store that was set back is not noticed": Bug(
         "common/wire/headers.py", "self.changes < seen.changes", "False"
+    ),
+    "an answer tells of the store as it was before": Bug(
+        "services/http/going_back.py",
+        "[STORE_HEADER] = str(store.mark)",
+        "[STORE_HEADER] = str(mark)",
     ),
     "answers are forgotten at once": Bug(
         "services/http/sqlite_store.py", "REMEMBERED_REQUESTS = 10_000", "REMEMBERED_REQUESTS = 0"
@@ -298,6 +319,17 @@ _FLEET = {
         "if self._store.hold(path) and await self._store.verify(manifest, path):",
         "if self._store.hold(path):",
     ),
+    "an engine that a late call makes older stays": Bug(
+        "services/rollout/state.py",
+        "        self.serves = None\n        self.admitted = False\n        self.detail = reason\n\n"
+        "    def update_failed",
+        "        self.detail = reason\n\n    def update_failed",
+    ),
+    "an engine that has gone over to older weights is not loaded again": Bug(
+        "services/rollout/weights/follow.py",
+        "WeightId.of(manifest) == self._state.serves\n",
+        "WeightId.of(manifest) == self._state.wanted\n",
+    ),
     # ---------------------------------------------------------------- engine and router
     "a load leaves the engine paused": Bug(
         "services/rollout/engine_client.py",
@@ -358,6 +390,12 @@ _FLEET = {
         "trainer/weights/board.py",
         "                self._excluded.discard(report.name)  # from now on it is waited for\n",
         "                pass\n",
+    ),
+    "a node that was given up is waited for again": Bug(
+        "trainer/weights/board.py",
+        "            missing = {name: each for name, each in others.items() if name not in "
+        "self._excluded}\n",
+        "            missing = dict(others)\n",
     ),
     "a node of any version may serve": Bug(
         "trainer/weights/board.py", "            self._confirmed = manifest\n", ""
@@ -448,6 +486,11 @@ _EPISODES = {
     "an equal call is the same call": Bug(
         "services/environment/session.py", "        if calls and is_retry:", "        if calls:"
     ),
+    "a call continues the latest answer, whichever it was sent": Bug(
+        "services/environment/tree.py",
+        "            and self.nodes[-1].answer.is_sent(messages[answered])\n",
+        "",
+    ),
     "a call that failed keeps its turn": Bug(
         "services/environment/session.py",
         "self.turns -= 1  # the call may be repeated",
@@ -521,6 +564,13 @@ _TAKEOVER = {
         "common/process/run_lock.py",
         "                return bool(now)\n",
         "                return False\n",
+    ),
+    "a volume that does not answer counts as a free directory": Bug(
+        "common/process/run_lock.py",
+        "        content = os.pread(self._file, _SIZE, 0)\n        try:\n"
+        "            found = json.loads(content)\n        except ValueError:\n",
+        "        try:\n            found = json.loads(os.pread(self._file, _SIZE, 0))\n"
+        "        except (OSError, ValueError):\n",
     ),
     "a run that was taken over begins again": Bug(
         "common/process/current_run.py", "if run_id in self._ended:", "if False:"

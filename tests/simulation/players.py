@@ -5,7 +5,7 @@ invariants can check every episode.
 
 import asyncio
 import random
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from functools import lru_cache
 from typing import Any, ClassVar
 
@@ -53,9 +53,22 @@ def reward_of_places(places: list[int]) -> float:
 class Policy(Engines):
     """Engines that answer with letters, and that call the tool of `Game` when there is one."""
 
+    def __init__(self, rng: random.Random, sleep: Callable[[float], Awaitable[None]]) -> None:
+        super().__init__(rng, sleep)
+        self._prompts: set[str] = set()
+
+    def was_asked(self, messages: list[dict[str, str]]) -> bool:
+        """Returns whether an engine was asked with exactly these messages."""
+        texts = [
+            f"<|im_start|>{message['role']}\n{message['content']}<|im_end|>\n"
+            for message in messages
+        ]
+        return f"{''.join(texts)}<|im_start|>assistant\n" in self._prompts
+
     def sample(self, prompt: list[int]) -> list[int]:
         text = "".join(self._rng.choices(_LETTERS, k=self._rng.randint(5, 8)))
         asked = tokenizer().decode(prompt)
+        self._prompts.add(asked)
         has_tool = '"look"' in asked and asked.count("<tool_response>") < _ROUNDS
         if has_tool and self._rng.random() < 0.6:
             place = self._rng.randrange(1000)
@@ -103,7 +116,14 @@ class Agent(StandIn):
     """
 
     def __init__(
-        self, net: Net, *, grading: str, says_retries: bool, has_arrived: Callable[[str], bool]
+        self,
+        net: Net,
+        policy: Policy,
+        *,
+        grading: str,
+        says_retries: bool,
+        has_arrived: Callable[[str], bool],
+        rewrites: Callable[[], bool],
     ) -> None:
         self._net = net
         self._rng: random.Random = net.chance.rng
@@ -112,6 +132,9 @@ class Agent(StandIn):
         self._says_retries = says_retries
         """Whether its client says which calls it sends again."""
         self._has_arrived = has_arrived
+        self._rewrites = rewrites
+        """Draws whether it goes on with another answer than it got."""
+        self._policy = policy
         self.failing = 0.0
 
     async def answer(self, call: Call) -> Reply:
@@ -144,8 +167,11 @@ class Agent(StandIn):
                 return Reply(200 if await asked.grade(0.0) else 500, {})
             if not asked.has_retried and len(set(got)) < count:
                 raise Broken("two equal calls got one answer")
+            if not self._policy.was_asked(messages):
+                raise Broken("no engine was asked with the messages that the agent sent")
             texts += got
-            messages.append({"role": "assistant", "content": got[-1]})
+            content = got[-1][1:] if self._rewrites() else got[-1]
+            messages.append({"role": "assistant", "content": content})
             messages.append({"role": "user", "content": f"And {turn}?"})
 
         reward = reward_of_texts(texts)

@@ -63,6 +63,7 @@ _UPDATE_S = 1.0
 _FAULTS_S = 6.0
 """Faults begin within so many seconds: most runs take no longer."""
 _LIMIT_S = 20_000.0
+_AGAIN_S = 5.0
 _TRIES = 3
 """Failures after which a prompt is skipped."""
 _MAX_FAILURES = 3
@@ -139,13 +140,16 @@ class World(Scene):
         self.graders = Graders(self.rng)
         self.engines.failing = self.rng.choice((0.0, 0.0, 0.1))
         self._grader_faults = self.rng.choice((0.0, 0.0, 0.1))
-        self.replay = ReplayModel()
+        self.replay = ReplayModel(loop.time)
         self._data_node = self.node("data-server", self._data_app, model=DataModel())
         self._replay_node = self.node("replay-buffer", self._replay_app, model=self.replay)
         self.node("router", self.engines.app)
         self._reward_node = self.node(
             "reward-server", self._reward_app, model=RewardModel(reward_of)
         )
+        if seed % 30 == 10 and self.when_stale == "drop":
+            # What a take has evicted is known from its answer alone.
+            self.net.comes_again_s = lambda call: _AGAIN_S * (str(call) == "POST /groups/take")
         self.saved = Checkpoint()
         self.attempts = 0
         self.drops: list[Drops] = []
