@@ -282,8 +282,8 @@ BUGS = {
     ),
     "nothing is acknowledged": Bug(
         "trainer/rollouts/rollouts.py",
-        "await self._collector.acknowledge(batch.fresh)",
-        "await self._collector.acknowledge(batch.fresh[:0])",
+        "await self._collector.acknowledge(fresh)",
+        "await self._collector.acknowledge(fresh[:0])",
     ),
 }
 
