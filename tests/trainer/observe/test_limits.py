@@ -59,7 +59,7 @@ def random_history(draw: random.Random) -> list[Line]:
         **{"completion_tokens": 300.0, "zero_variance_groups": 1, "staleness": 0.0},
     }
     update = {"kl_reference": 0.01, "ratio": 1.0, "clip_fraction": 0.01, "entropy": 0.5}
-    seconds = {**dict.fromkeys(SECONDS, 0.1), "update": 4.0, "generation": 4.0, "evaluation": 90.0}
+    seconds = {**dict.fromkeys(SECONDS, 1), "update": 40, "generation": 40, "evaluation": 90}
     first = {
         **usual,
         "reward": draw.choice([0.5, 0.5, 0.0]),
@@ -82,39 +82,41 @@ def random_history(draw: random.Random) -> list[Line]:
         "generating": draw.choice([0.5, 0.1, 0.09, 0.49]),
         "lost_episodes": draw.choice([{}, {}, {"timeout": 2, "error": 1}, {"died": 4}]),
     }
-    late["seconds"] = {**seconds}
-    stage = draw.choice(SECONDS)
-    # Together the other stages take a quarter to a half of a step.
-    others = sum(each for name, each in seconds.items() if name not in (stage, "evaluation"))
-    limit = draw.choice([0.15, 0.2, 0.3, 0.35, 0.5, 0.8])
-    late["seconds"][stage] = near(draw, others * limit / (1 - limit), seconds[stage])
+    # Whole seconds, whose sums are exact: a stage has this share of a step, or nearly.
+    stage, other = draw.sample([name for name in SECONDS if name != "evaluation"], 2)
+    part, whole = draw.choice([(3, 20), (1, 5), (3, 10), (7, 20), (1, 2), (4, 5), (1, 20)])
+    late["seconds"] = {**dict.fromkeys(SECONDS, 0), "evaluation": 90, other: 100 * (whole - part)}
+    late["seconds"][stage] = 100 * part + draw.choice([-1, 0, 1])
     late["update"] = {
-        "kl_reference": draw.choice([near(draw, 0.5, 0.01), near(draw, 0.05, 0.01)]),
+        "kl_reference": draw.choice([near(draw, 0.5, 1 / 128), near(draw, 0.05, 1 / 128)]),
         "ratio": draw.choice([1.0, 1.0, 1.21, 0.79, 0.81]),
         "clip_fraction": near(draw, 0.4, 0.01),
         "entropy": near(draw, 0.1, 0.5),
-        "skipped": draw.choice([0, 0, 0.1, 0.2]),
         "trained_tokens": draw.choice([9, 9, 0]),
     }
     if draw.random() < 0.3:
         late["update"]["pass_fill"] = draw.choice([0.69, 0.7, 0.71])
     lines = [dict(first) for _ in range(draw.choice([0, FIRST, FIRST + 3]))]
-    dropped = {"reward": 0, "stale": 0, "zero_variance": 0}
-    for name in dropped:
-        dropped[name] = draw.choice([0, 0, 0, 9, 60])
+    reasons = ("generation", "reward", "teacher", "stale", "zero_variance")
+    dropped = {name: draw.choice([0, 0, 0, 0, 9, 60]) for name in reasons}
     rises = {name: draw.choice([0.0, 0.0, 0.02, 0.03, -0.06]) for name in ("reward", "accuracy")}
     noise = draw.choice([0.0, 0.01])
-    base = draw.choice([0.45, 0.5, 0.52, 0.8])
+    base = draw.choice([0.44, 0.5, 0.5, 0.52, 0.8])
+    better = draw.choice([0.0, 0.0, 0.03])
+    skips = draw.choice([0, 0, 0, 1, 2])
+    grown = draw.choice([None, None, 10 / 128, 10.1 / 128])
     for place in range(draw.choice([WINDOW, WINDOW, WINDOW - 1])):
         half = place >= WINDOW // 2
         line = {
             **first,
             **late,
-            "reward": draw.choice([first["reward"], 0.52]) if draw.random() < 0.1 else 0.5,
             "rewards": dict.fromkeys(functions, share),
             "dropped": {name: count * (place + 1) // WINDOW for name, count in dropped.items()},
         }
-        line["reward"] = first["reward"] + half * rises["reward"]
+        line["update"] = {**late["update"], "skipped": int(place < skips)}
+        if grown is not None and place >= WINDOW - 3:
+            line["update"]["kl_reference"] = grown
+        line["reward"] = first["reward"] + better + half * rises["reward"]
         if has_verdicts:
             line["accuracy"] = base + half * rises["accuracy"] + noise * (-1) ** place
         lines.append(line)
@@ -368,7 +370,7 @@ class Judged:
 
 def test_hints_are_given_from_their_limits_on() -> None:
     given: dict[str, int] = {}
-    for seed in range(700):
+    for seed in range(500):
         draw = random.Random(seed)
         lines = random_history(draw)
         config = Config()
@@ -385,9 +387,7 @@ def test_hints_are_given_from_their_limits_on() -> None:
         for name, words in expected.items():
             given[name] = given.get(name, 0) + 1
             assert all(each in found[name] for each in words), (seed, words, found[name])
-    rare = {"dropped_generation", "dropped_teacher"}
-    assert len(given) >= 22, "nearly every hint was given"
-    assert rare.isdisjoint(given)
+    assert len(given) == 25, "every hint was given"
 
 
 UPDATE = replace(
@@ -397,7 +397,7 @@ UPDATE = replace(
 )
 
 
-@pytest.mark.parametrize("seed", range(200))
+@pytest.mark.parametrize("seed", range(100))
 def test_alarms_are_raised_beyond_their_limits(seed: int) -> None:
     draw = random.Random(seed)
     config = Config()
