@@ -132,8 +132,8 @@ class GroupIndex:
         """Returns the number of matching groups, the offset, and up to `limit` rows from there, in
         query order.
 
-        The offset is `offset`, or that of the page with the group `around` (id and step). After
-        `patience_s` only the part of the file read so far is searched.
+        The offset is `offset`, or that of the page with the group `around` (id and step; None: its
+        newest one). After `patience_s` only the part of the file read so far is searched.
         """
         values = {**query.model_dump(), "folded": query.text.casefold(), "limit": limit}
         column = query.sort.removeprefix("-")
@@ -148,7 +148,7 @@ class GroupIndex:
                 values["id"], values["step"] = around
                 find = (
                     f"SELECT number FROM (SELECT id, step, {number} {matching}) "  # noqa: S608
-                    "WHERE id = :id AND step = :step"
+                    "WHERE id = :id AND (step = :step OR :step IS NULL) ORDER BY step DESC LIMIT 1"
                 )
                 place = self._db.execute(find, values).fetchone()
                 offset = (place[0] - 1) // limit * limit if place else offset

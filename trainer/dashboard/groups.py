@@ -33,6 +33,7 @@ class SearchParameters(Query):
     around: str | None = Field(None, max_length=1000)
     """Id of a group: the page that contains it is returned, whatever the offset."""
     around_step: Whole | None = None
+    """The step of that group; without one its newest."""
 
 
 def add_groups(app: FastAPI, runs: Runs) -> None:

@@ -22,13 +22,14 @@ import pytest
 from common.errors import ServiceError
 from common.process.storage import StorageFailed
 from common.wire import codec
+from services.http.app import create_app
 from tests.support.errors import raises
 from tests.support.runs.recorded_groups import entry, group, record, trained
 from tests.support.runs.run_files import evaluation, line, make_run, write
 from trainer.cli.tiny_base import make_tokenizer
 from trainer.dashboard import __main__ as command
 from trainer.dashboard import group_index
-from trainer.dashboard.app import PAGES, create_dashboard_app
+from trainer.dashboard.app import PAGES, add_dashboard, create_dashboard_app
 from trainer.dashboard.columns import Columns
 from trainer.dashboard.group_detail import group_detail
 from trainer.dashboard.group_index import GroupIndex, Query
@@ -37,6 +38,7 @@ from trainer.dashboard.run_list import RunList
 from trainer.dashboard.runs import RunReader
 from trainer.dashboard.tokens import TokenTexts
 from trainer.dashboard.verdict import verdict
+from trainer.diagnosis.health import ServiceHealth
 from trainer.observe.group_files import LINES
 from trainer.observe.regrades import NewGrade, RegradedGroup, write_regrades
 
@@ -277,6 +279,46 @@ def test_a_group_of_any_version_is_shown_with_what_its_file_has(tmp_path: Path, 
             assert found[name] == kept.get(name), name
         assert "of a later version" not in found
     assert orjson.dumps(shown)
+
+
+@pytest.mark.parametrize(
+    ("step", "is_there"), [(None, True), (9, True), (5, True), (2, True), (4, False)]
+)
+async def test_a_page_is_found_by_a_group_and_perhaps_its_step(
+    tmp_path: Path, step: int | None, is_there: bool
+) -> None:
+    """The newest steps come first. A group is shown as of its newest step, too."""
+    numbers = {9: [6], 8: [4], 5: [6], 4: [3], 2: [6], 1: [2]}
+    lines = [{"step": 100, "groups": [entry(number) for number in range(100, 105)]}]
+    lines += [{"step": s, "groups": list(map(entry, each))} for s, each in numbers.items()]
+    write(tmp_path / LINES, lines[::-1])
+    (tmp_path / "metrics.jsonl").touch()
+    asked: dict[str, Any] = {"around": "group-6", "limit": 1, "offset": 3}
+    if step is not None:
+        asked["around_step"] = step
+    async with client(app_of(RunReader(tmp_path))) as http:
+        found = (await http.get(f"{API}groups", params=asked)).json()
+    order = [100] * 5 + list(numbers)
+    assert found["offset"] == (order.index(step or 9) if is_there else 3)
+    assert (found["groups"][0]["id"] == "group-6") == is_there
+
+
+@pytest.mark.parametrize("live", [True, False])
+async def test_only_the_process_that_trains_asks_the_services(tmp_path: Path, live: bool) -> None:
+    well = ServiceHealth(name="data-server", state="healthy", text="well", running=3)
+
+    async def ask() -> list[ServiceHealth]:
+        return [well]
+
+    app = create_app("dashboard", open_paths=PAGES)
+    health: Any = SimpleNamespace(ask=ask)
+    add_dashboard(app, lambda: [RunReader(make_run(tmp_path, 1), live=live)], health)
+    async with client(app) as http:
+        found = (await http.get(f"{API}health")).json()
+        [run] = (await http.get(f"{API}runs")).json()
+    services = [well.model_dump()] if live else []
+    assert found == {"asked": live, "services": services}
+    assert run["live"] == live
 
 
 def test_a_search_reads_as_much_as_it_has_time_for(

@@ -106,7 +106,7 @@ def test_a_wait_counts_since_the_last_step(seed: int) -> None:
             - (7.0 if line.fields.get("seconds") == "7" else 0.0),
             evidence=[f"{line.source}: {line.text}"],
             remedy=dies[service].remedy,
-            level=level_of(facts),  # type: ignore[arg-type]
+            level=level_of(facts),
         )
         for service, line in newest.items()
     ]
@@ -351,7 +351,7 @@ PLACES: list[tuple[str, dict[str, str], str, str, str]] = [
 def test_an_error_means_what_its_code_says_of_its_place(
     code: str, fields: dict[str, str], source: str, words: str, fault: str
 ) -> None:
-    assert fault_of(said(code, words, source=source, **fields)) == fault
+    assert fault_of(said(code, words, NOW, source=source, **fields)) == fault
 
 
 @pytest.mark.parametrize("seed", range(60))

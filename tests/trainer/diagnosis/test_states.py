@@ -244,7 +244,8 @@ def test_a_report_of_its_own_is_that_of_the_newest_attempt(tmp_path: Path) -> No
         write(run / "attempts.jsonl", [{"time": attempt, "step": 0}])
         (run / "topology.json").write_text(json.dumps({"time": started}))
         assert (read_facts(run).end is not None) == counts
-    for content in ({}, {"end": None}, {"end": {"text": 3}}, []):
+    unreadable: list[Any] = [{}, {"end": None}, {"end": {"text": 3}}, []]
+    for content in unreadable:
         report.write_text(json.dumps(content))
         assert read_facts(run).end is None
 
