@@ -192,7 +192,7 @@ def random_word(draw: random.Random) -> LogLine:
     return said(
         draw.choice(["", "", "unfit_model"]),
         f"word {draw.randrange(100)}",
-        draw.choice([None, NOW, NOW - 89.0, NOW - 91.0]),
+        draw.choice([None, NOW, NOW - 89.0, NOW - 91.0, NOW + 89.0, NOW + 91.0]),
         source=draw.choice(["data-server", "rollout-server-0", TRAINER]),
         level=level,
         logger=logger,
@@ -451,7 +451,10 @@ def test_a_run_without_a_batch_names_what_rank_zero_waits_for(seed: int) -> None
     facts.steps = [{"step": 1, "time": NOW - stall_s, "seconds": {"update": 2.0}}]
     waits = [
         Awaited(
-            call=f"GET /{n}", service="data-server", seconds=draw.choice([2.9, 3.1, 7.6]), count=1
+            call=f"GET /{n}",
+            service="data-server",
+            seconds=draw.choice([2.9, 3.1, 7.4, 7.6]),
+            count=1,
         )
         for n in range(draw.randint(0, 2))
     ]

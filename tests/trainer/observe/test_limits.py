@@ -38,7 +38,7 @@ def number(line: Line, name: str) -> float | None:
     found: Any = line
     for part in name.split("."):
         found = found.get(part) if isinstance(found, dict) else None
-    return found
+    return None if found is None else float(found)
 
 
 def mean(lines: Sequence[Line], name: str) -> float:
@@ -60,7 +60,7 @@ def random_history(draw: random.Random) -> list[Line]:
     }
     update = {"kl_reference": 0.01, "ratio": 1.0, "clip_fraction": 0.01, "entropy": 0.5}
     seconds = {**dict.fromkeys(SECONDS, 1), "update": 40, "generation": 40, "evaluation": 90}
-    first = {
+    first: Line = {
         **usual,
         "reward": draw.choice([0.5, 0.5, 0.0]),
         "seconds": seconds,
@@ -70,7 +70,7 @@ def random_history(draw: random.Random) -> list[Line]:
         "accuracy": 0.5 if has_verdicts else None,
     }
     share = draw.choice([0.5, 0.5, 1.0])
-    late = {
+    late: Line = {
         "copies": near(draw, 0.75, 0.1),
         "truncated": draw.choice([near(draw, 0.25, 0.02), near(draw, 0.95, 0.02)]),
         "unparsable": near(draw, 0.3, 0.05),
@@ -87,7 +87,7 @@ def random_history(draw: random.Random) -> list[Line]:
     part, whole = draw.choice([(3, 20), (1, 5), (3, 10), (7, 20), (1, 2), (4, 5), (1, 20)])
     late["seconds"] = {**dict.fromkeys(SECONDS, 0), "evaluation": 90, other: 100 * (whole - part)}
     late["seconds"][stage] = 100 * part + draw.choice([-1, 0, 1])
-    late["update"] = {
+    moved: Line = {
         "kl_reference": draw.choice([near(draw, 0.5, 1 / 128), near(draw, 0.05, 1 / 128)]),
         "ratio": draw.choice([1.0, 1.0, 1.21, 0.79, 0.81]),
         "clip_fraction": near(draw, 0.4, 0.01),
@@ -95,7 +95,7 @@ def random_history(draw: random.Random) -> list[Line]:
         "trained_tokens": draw.choice([9, 9, 0]),
     }
     if draw.random() < 0.3:
-        late["update"]["pass_fill"] = draw.choice([0.69, 0.7, 0.71])
+        moved["pass_fill"] = draw.choice([0.69, 0.7, 0.71])
     lines = [dict(first) for _ in range(draw.choice([0, FIRST, FIRST + 3]))]
     reasons = ("generation", "reward", "teacher", "stale", "zero_variance")
     dropped = {name: draw.choice([0, 0, 0, 0, 9, 60]) for name in reasons}
@@ -107,13 +107,13 @@ def random_history(draw: random.Random) -> list[Line]:
     grown = draw.choice([None, None, 10 / 128, 10.1 / 128])
     for place in range(draw.choice([WINDOW, WINDOW, WINDOW - 1])):
         half = place >= WINDOW // 2
-        line = {
+        line: Line = {
             **first,
             **late,
             "rewards": dict.fromkeys(functions, share),
             "dropped": {name: count * (place + 1) // WINDOW for name, count in dropped.items()},
         }
-        line["update"] = {**late["update"], "skipped": int(place < skips)}
+        line["update"] = {**moved, "skipped": int(place < skips)}
         if grown is not None and place >= WINDOW - 3:
             line["update"]["kl_reference"] = grown
         line["reward"] = first["reward"] + better + half * rises["reward"]
@@ -156,14 +156,15 @@ class Judged:
     def share(self, stage: str) -> float:
         def whole(line: Line) -> float:
             names = [name for name in SECONDS if name != "evaluation"]
-            return sum(line["seconds"][name] for name in names)
+            return float(sum(line["seconds"][name] for name in names))
 
         usual = sorted(self.last, key=whole)[:-1]
-        return sum(line["seconds"][stage] for line in usual) / sum(map(whole, usual))
+        of_stage = float(sum(line["seconds"][stage] for line in usual))
+        return of_stage / sum(map(whole, usual))
 
     def equal_share(self) -> float:
         replaced = self.dropped("zero_variance")
-        equal = sum(line["zero_variance_groups"] for line in self.last)
+        equal = float(sum(line["zero_variance_groups"] for line in self.last))
         return (equal + replaced) / (BATCH * len(self.last) + replaced)
 
     def constant(self, name: str) -> float | None:
@@ -178,7 +179,7 @@ class Judged:
             return [f"({rate:g}) is so large"]
 
         def lost(line: Line) -> float:
-            return max(line["truncated"], line["unparsable"])
+            return max(float(line["truncated"]), float(line["unparsable"]))
 
         result = "reward" if self.accuracy is None else "accuracy"
         began = mean(first, result)
@@ -331,7 +332,7 @@ class Judged:
         count = sum(lost.values())
         share = count / (len(self.last) * BATCH * self.config.sampling.group_size + count)
         most = max(kinds, key=lambda kind: lost[kind])
-        return [f"{count} episodes ({share:.0%})", f"mostly {most}"] if share >= 0.1 else None
+        return [f"{count:.0f} episodes ({share:.0%})", f"mostly {most}"] if share >= 0.1 else None
 
     def of_stage(self, stage: str, limit: float) -> list[str] | None:
         share = self.share(stage)
@@ -340,7 +341,9 @@ class Judged:
     def of_drops(self, reason: str) -> list[str] | None:
         count = self.dropped(reason)
         share = count / (len(self.last) * BATCH + count)
-        return [f"{count} groups ({share:.0%}) were dropped ({reason})"] if share >= 0.1 else None
+        return (
+            [f"{count:.0f} groups ({share:.0%}) were dropped ({reason})"] if share >= 0.1 else None
+        )
 
     def all(self) -> dict[str, list[str]]:
         """Returns words of each hint that is given."""
@@ -390,10 +393,36 @@ def test_hints_are_given_from_their_limits_on() -> None:
     assert len(given) == 25, "every hint was given"
 
 
+def test_accuracy_is_lost_when_it_falls_by_more_than_its_noise() -> None:
+    """Three standard errors of the difference between the first steps and the last ones."""
+    given = 0
+    for seed in range(200):
+        draw = random.Random(seed)
+        noise = draw.choice([0.0, 0.01, 0.04])
+        fall = draw.choice([0.04, 0.05, 0.06, 0.08])
+        rise = draw.choice([0.01, 0.02, 0.05])
+        lines = random_history(draw)
+        for place, line in enumerate(lines):
+            is_late = place >= len(lines) - WINDOW
+            line["reward"] = 0.3 + rise * is_late
+            line["accuracy"] = 0.6 - fall * is_late + draw.uniform(-noise, noise)
+            line["rewards"] = {"a": 0.25 + draw.choice([0.0, 0.5]) * is_late}
+        judged = Judged(lines, Config())
+        words = judged.all().get("reward_hacking")
+        found = hints(lines, Config()).get("reward_hacking")
+        assert (found is None) == (words is None), seed
+        given += words is not None
+        assert all(each in (found or "") for each in words or ())
+    assert given > 10, "it is given and not given"
+
+
 UPDATE = replace(
     Sums().metrics([0.1], 1e-6, 0.0, skipped=0, stopped=False),
-    **{"delta_logprob_current": 0.01, "kl_rollout": 5e-4, "effective_sample_size": 0.99},
-    **{"trained_tokens": 9, "entropy": 0.5},
+    delta_logprob_current=0.01,
+    kl_rollout=5e-4,
+    effective_sample_size=0.99,
+    trained_tokens=9,
+    entropy=0.5,
 )
 
 

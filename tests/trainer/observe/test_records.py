@@ -187,7 +187,16 @@ def test_a_record_of_an_audit_has_the_checksums_of_every_column(
     def critic(*models: torch.nn.Module) -> Any:
         return SimpleNamespace(resident=lambda: (list(models), []))
 
+    of_ranks: list[Ranks] = []
+    whole = Batch.gathered
+
+    def gathered(self: Batch, column: Any, ranks: Ranks) -> Any:
+        of_ranks.append(ranks)
+        return whole(self, column, ranks)
+
+    monkeypatch.setattr(Batch, "gathered", gathered)
     line = audited_step(policy, critic(model), batch, update, run_id="r")
+    assert of_ranks == [ranks, ranks], "each rank has its rows alone"
     sums = [Hasher(np.concatenate(column).data).hexdigest() for column in columns]
     assert [line.reference_logprobs, line.values] == sums
     assert line.critic == digest(list(model.named_parameters()), ranks)
@@ -237,7 +246,7 @@ def step_of(
     batch.advantages = [np.zeros(len(answer.token_ids), np.float32) for answer in answers]
     metrics = Sums().metrics([0.1], 1e-6, 0.0, skipped=0, stopped=False)
     logprobs = [each.logprobs for each in answers]
-    return batch, PolicyUpdate(replace(metrics, **measured), logprobs)
+    return batch, PolicyUpdate(replace(metrics, **measured), [*logprobs])
 
 
 @pytest.mark.parametrize("age", [0, 1])
@@ -326,7 +335,12 @@ def test_a_line_of_a_step_has_its_counts_unless_they_are_zero() -> None:
     rounds = {"update": 5.0, "publish": 5.0, "generation": 100.0}
     shown = step_line({**step, "seconds": {**seconds, **rounds}}, 40)
     assert shown.endswith("110 s (gen 100, train 10.0)")
-    full = {"truncated": 0.005, "staleness": 0.04, "refused_calls": 1, "accuracy": 0.5}
+    full: dict[str, Any] = {
+        "truncated": 0.005,
+        "staleness": 0.04,
+        "refused_calls": 1,
+        "accuracy": 0.5,
+    }
     full |= {"lost_episodes": {"a": 1, "b": 2}, "dropped": {"stale": 4}}
     shown = step_line({**step, **full}, 40)
     assert shown.endswith("train 9.99)  cut 0%  stale 0.0  lost 3  refused 1  dropped 4")
