@@ -4,6 +4,7 @@ The expectations are tables of what the page relies on.
 """
 
 import io
+import itertools
 import json
 import logging
 import random
@@ -301,6 +302,23 @@ async def test_a_page_is_found_by_a_group_and_perhaps_its_step(
     order = [100] * 5 + list(numbers)
     assert found["offset"] == (order.index(step or 9) if is_there else 3)
     assert (found["groups"][0]["id"] == "group-6") == is_there
+
+
+async def test_a_call_reads_for_a_moment_or_until_it_knows_the_page_of_a_group(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a clock on which a line takes a second, a call reads one."""
+    seconds = itertools.count()
+    monkeypatch.setattr(group_index, "time", SimpleNamespace(monotonic=lambda: next(seconds)))
+    make_run(tmp_path, 9)
+    write(tmp_path / LINES, [{"step": step, "groups": [entry(step)]} for step in range(1, 9)])
+    async with client(app_of(RunReader(tmp_path))) as http:
+        found = (await http.get(f"{API}groups")).json()
+        assert (found["total"], found["reading"] is None) == (1, False)
+        found = (await http.get(f"{API}groups", params={"around": "group-3"})).json()
+        assert (found["total"], found["reading"]) == (8, None)
+        part = (await http.get(f"{API}series", params={"first": 3, "last": 5})).json()
+        assert part["steps"] == [3, 4, 5]
 
 
 @pytest.mark.parametrize("live", [True, False])

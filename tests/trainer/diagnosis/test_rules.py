@@ -622,7 +622,8 @@ def test_the_report_of_a_run_without_a_fault_says_who_was_asked() -> None:
     assert lines(facts, [])[1].startswith("asked    the files alone: ")
     facts.asked = True
     facts.services = [ServiceFacts(name="s", state="healthy", text="well", awaited=[call])]
-    facts.ranks = [rank(0, awaited=[call], collective="barrier"), rank(1, awaited=[call], place="")]
+    facts.ranks = [rank(0, awaited=[call], collective="barrier"), rank(1, place="")]
+    facts.ranks[1].awaited = [call.model_copy(update={"call": "GET /of-rank-1"})]
     facts.ranks[0].stacks = ""
     asked = (
         "asked    1 services and 2 ranks, which answer; waits for GET /x from data-server for 2 s"
