@@ -192,7 +192,7 @@ def _gateway_route(app: Service, service: EpisodeService, dialect: Dialect) -> N
         except InvalidInput as error:
             service.refuse(called, error)
             raise
-        answer.call.was_taken = followed.has_answer
+        answer.call.has_answer = followed.has_answer
         content = dialect.write(answer, parsed, secrets.token_hex(16))
         if parsed.streams:
             # As one body with its length, since clients stop reading at the last event.

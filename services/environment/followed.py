@@ -6,7 +6,7 @@ that happens to a request before a handler sees it goes unnoticed:
     what happened                                              the program
     its client left before it was read, or answered            lacks an answer
     it was refused (503): too many requests or bytes at once   lacks an answer
-    this server failed (500)                                   lacks an answer
+    the engines, or this server, failed (500)                  lacks an answer
     it was answered, or told what is wrong with it (4xx)       has one, unless its client left first
     it came again, and that was answered                       has one
 
@@ -62,15 +62,12 @@ class FollowedRequest:
     """Whether its client left before it was answered, or its session ended."""
     delivery: Delivery | None = None
 
-    def was_taken(self) -> bool | None:
-        """Returns whether the client took the answer; None when it may still get it."""
-        if self.was_left:
-            return False
-        return self.delivery.taken() if self.delivery is not None else None
-
     def has_answer(self) -> bool | None:
         """Returns whether its client has an answer; None when it may be reading it."""
-        return self.was_taken() if 0 < self.status < _NO_ANSWER else False
+        if self.was_left or not 0 < self.status < _NO_ANSWER:
+            return False
+        # Nothing tells about the answer to a reward, or to a client in this process.
+        return self.delivery is None or self.delivery.taken()
 
     def lacks_answer(self) -> bool:
         """Returns whether its client has no answer, or does not have it yet."""
@@ -111,8 +108,6 @@ class FollowedRequests:
                 request.key = request.key or each.key
                 self.open.remove(each)
                 break
-        if request.delivery is None and not request.lacks_answer():
-            self.open.remove(request)
 
     def close(self) -> None:
         """Records that the session has ended: what is not answered now had no answer."""
@@ -129,7 +124,7 @@ class FollowedRequests:
             if is_settled or not request.lacks_answer():
                 continue
             if request.error is not None and request.status > _NO_ANSWER:
-                return f"the environment-server did not answer a call: {request.error}"
+                return f"a call was not answered: {request.error}"
             return _UNANSWERED
         return _REFUSED if BoundedConnection.refused > self._refused else ""
 

@@ -199,15 +199,13 @@ class ProgramRunner(EpisodeRunner):
             with suppress(EpisodeFailed):
                 parse_reward(_parsed(written, "the reward file"), "the program's reward is")
                 has_reward = True
+        _end(session)
         # A program that gave its reward, or that a limit left without an answer, may end as it
-        # likes. Otherwise it failed; but first, a call without an answer is not its fault.
+        # likes.
         if status and not has_reward and not session.stop_reason:
-            _check_answered(session)
             shown = f"; the end of its output: {output[-_SHOWN_CHARS:]}" if output else ""
             kind = EnvironmentLost if status > SIGNALLED else EpisodeFailed
             raise kind(f"{words[0]} {how_ended(status)}{shown}")
-        session.close()
-        _check_answered(session)
         if self._plays_tasks:
             return None
         return _parsed(await container.read(reward_file), "the reward file")
@@ -219,8 +217,7 @@ class ProgramRunner(EpisodeRunner):
         post = forgettable(asyncio.create_task(_post(url, content)))
         try:
             if not await _until_graded(post, session):
-                session.close()
-                _check_answered(session)
+                _end(session)
                 return None
             answer = post.result()
         except (httpx.HTTPError, OSError) as error:
@@ -230,14 +227,12 @@ class ProgramRunner(EpisodeRunner):
         finally:
             post.cancel()
 
+        _end(session)
         has_failed = answer.status_code >= 300
         # As for a command: a limit may have left the program without an answer.
         if has_failed and not session.stop_reason:
-            _check_answered(session)
             kind = EnvironmentLost if answer.status_code >= 500 else EpisodeFailed
             raise kind(f"{url} answered {answer.status_code}: {answer.text[:_SHOWN_CHARS]}")
-        session.close()
-        _check_answered(session)
         if has_failed or not answer.content.strip():
             return None
         return _parsed(answer.content, f"the answer of {url}")
@@ -293,13 +288,11 @@ async def _until_graded(task: asyncio.Task[Any], session: Session) -> bool:
     return is_done
 
 
-def _check_answered(session: Session) -> None:
-    """Raises EnvironmentLost when a call has no answer, since the program may have graded that as a
-    failure of the model.
+def _end(session: Session) -> None:
+    """Closes a session, before anything is graded. Raises EnvironmentLost when a call has no
+    answer: the program may have failed for that reason, or graded it as a failure of the model.
     """
-    for call in session.unanswered():
-        if call.error is not None:
-            raise EnvironmentLost(f"the engines did not answer a call: {call.error}")
+    session.close()
     fault = session.requests.fault(is_graded=session.graded.is_set())
     if fault:
         raise EnvironmentLost(fault)

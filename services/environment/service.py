@@ -375,9 +375,9 @@ class EpisodeService:
             outcome = await self.runner.run(request.task, session, request.limits)
         finally:
             self.close_session(session)
-        for call in session.unanswered():
-            if isinstance(call.error, ServiceLost):
-                raise call.error
+        for asked in session.requests.open:
+            if isinstance(asked.error, ServiceLost):
+                raise asked.error
 
         seconds = time.monotonic() - started
         self._seconds.observe(seconds)

@@ -58,8 +58,10 @@ Sample = Callable[[Int32, int, int, Sequence[str]], Awaitable[Completion]]
 """(tokens, max_new_tokens, seed, stop texts) -> completion"""
 
 
-WasTaken = Callable[[], bool | None]
-"""Returns whether a client took an answer; None when it may still be reading."""
+HasAnswer = Callable[[], bool | None]
+"""Returns whether a client has the answer to a call; None when it may still be reading, or nothing
+was sampled for the call.
+"""
 
 
 class CallOptions(NamedTuple):
@@ -75,13 +77,13 @@ class CallRecord:
 
     A client whose connection breaks, and which sends the call again:
 
-        event                        task      clients   is_answered
-        the call arrives             running   1         True: nothing was sampled for it yet
+        event                        task      clients   has_answer()
+        the call arrives             running   1         None: nothing was sampled for it yet
         the engines begin            running   1         False
         the client leaves            running   0         False
         the answer is sampled        done      0         False: nobody has read it
         the client sends it again    done      1         False
-        it gets the same answer      done      0         True
+        it gets the same answer      done      0         True when the client has read it
     """
 
     name: str
@@ -89,33 +91,16 @@ class CallRecord:
     """Samples the answer. None before it starts, and after it failed: the call may be repeated."""
     clients: int = 0
     """How many clients wait for the answer."""
-    is_answered: bool = True
-    """False from the moment at which the engines begin until a client gets the answer."""
-    error: ServiceError | None = None
-    """Why the engines gave no answer."""
-    was_taken: WasTaken | None = None
-    """Tells whether the client has read an answer that was sent; None when none is on its way."""
+    has_answer: HasAnswer = lambda: None
+    """Asks about the latest client that got the answer; False once the engines begin."""
 
     def lacks_answer(self) -> bool:
-        """Returns whether no client has got the answer that the engines were asked for; first asks
-        about one that was sent (`was_taken`).
-        """
-        taken = self.was_taken() if self.was_taken is not None else None
-        # None: the client may still be reading, and counts as one that gets the answer.
-        if taken is not None:
-            self.was_taken = None
-        if taken is False:
-            self.mark_unanswered()
-        return not self.is_answered
+        """Returns whether no client has got the answer that the engines were asked for."""
+        return self.has_answer() is False
 
     def is_open(self) -> bool:
         """Returns whether it is being sampled, or its client may lack the answer."""
         return self.lacks_answer() or (self.task is not None and not self.task.done())
-
-    def mark_unanswered(self) -> None:
-        """Records that no client has the answer: it is being sampled, or the client left."""
-        self.is_answered = False
-        self.error = None
 
     def forget_failed(self, task: "asyncio.Task[CallAnswer]") -> None:
         """Lets a call whose sampling failed be sampled anew."""
@@ -246,14 +231,8 @@ class Session:
             raise
         finally:
             call.clients -= 1
-        call.is_answered = True
+        call.has_answer = lambda: True
         return answer
-
-    def unanswered(self) -> list[CallRecord]:
-        """Returns the calls whose answer has not reached the client: the engines failed, or the
-        client left.
-        """
-        return [call for calls in self._calls.values() for call in calls if call.lacks_answer()]
 
     def count_tokens(self, messages: Sequence[Message], tools: Tools) -> int:
         """Returns the number of tokens that a call with these messages would send to the engine.
@@ -352,7 +331,7 @@ class Session:
         # Calls may run at once: each reserves its turn and its tokens before it is sampled.
         self.turns += 1
         self._reserved_tokens += max_new_tokens
-        call.mark_unanswered()
+        call.has_answer = lambda: False
         # Siblings have different names, so different seeds; a repeated run has the same seeds.
         named = f"{self._seed} {call.name}".encode()
         seed = int.from_bytes(hashlib.blake2b(named, digest_size=4).digest())
@@ -360,10 +339,8 @@ class Session:
         try:
             with self.clock.stopped():
                 completion = await self._sample(prompt, max_new_tokens, seed, options.stop)
-        except BaseException as error:
+        except BaseException:
             self.turns -= 1  # the call may be repeated
-            if isinstance(error, ServiceError):
-                call.error = error
             raise
         finally:
             self._reserved_tokens -= max_new_tokens

@@ -74,7 +74,7 @@ async def test_one_process_plays_all_tasks_of_the_taskset(tmp_path: Path) -> Non
         server.engine.failures = 1000
         (episode,) = await play(server, "engine")
         assert (episode.status, episode.reward) == ("died", None)
-        assert "the engines did not answer" in episode.detail
+        assert "a call was not answered" in episode.detail
         server.engine.failures = 0
 
         says = "Wait."

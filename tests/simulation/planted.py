@@ -453,8 +453,8 @@ _EPISODES = {
     ),
     "a program may grade a call without an answer": Bug(
         "services/environment/program_runner.py",
-        "        session.close()\n        _check_answered(session)\n        if has_failed",
-        "        session.close()\n        if has_failed",
+        "        _end(session)\n        has_failed",
+        "        session.close()\n        has_failed",
     ),
     "an episode that failed keeps its reward": Bug(
         "services/environment/service.py",
@@ -481,7 +481,7 @@ _EPISODES = {
         "connection.deliver()",
     ),
     "an answer that nobody took counts as read": Bug(
-        "services/environment/session.py", "if taken is False:", "if False:"
+        "services/environment/app.py", "answer.call.has_answer = followed.has_answer", "pass"
     ),
     "an equal call is the same call": Bug(
         "services/environment/session.py", "        if calls and is_retry:", "        if calls:"
@@ -495,11 +495,6 @@ _EPISODES = {
         "services/environment/session.py",
         "self.turns -= 1  # the call may be repeated",
         "pass",
-    ),
-    "a call is answered before it is sampled": Bug(
-        "services/environment/session.py",
-        "        call.mark_unanswered()\n        # Siblings",
-        "        # Siblings",
     ),
     # ---------------------------------------------------------------- its record
     "an episode has the version of its first answer": Bug(

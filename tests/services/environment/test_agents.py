@@ -131,7 +131,7 @@ async def test_a_program_that_fails_has_a_reason_and_no_reward() -> None:
         server.engine.failures = 3
         episode = await play(server, "number")
         assert (episode.status, episode.reward) == ("died", None)
-        assert "the engines did not answer" in episode.detail
+        assert "a call was not answered" in episode.detail
 
 
 async def test_a_fault_of_the_engines_is_no_reward_even_if_the_program_makes_one_of_it(
@@ -149,7 +149,7 @@ async def test_a_fault_of_the_engines_is_no_reward_even_if_the_program_makes_one
         server.engine.failures = 3
         episode = await play(server, "swallows")
         assert (episode.status, episode.reward, episode.sequences) == ("died", None, [])
-        assert "the engines did not answer a call: " in episode.detail
+        assert "a call was not answered: " in episode.detail
         server.engine.waits = stuck
         episode = await play(server, "gives up", columns)
         release.set()

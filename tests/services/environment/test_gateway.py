@@ -688,9 +688,9 @@ async def test_engine_failure_is_an_error_that_clients_retry() -> None:
         server.engine.failures = 1
         body = {"messages": [{"role": "user", "content": "x"}]}
         assert (await post(server, session, "chat/completions", body)).status_code == 500
-        assert session.unanswered()
+        assert session.requests.fault(is_graded=False)
         assert (await post(server, session, "chat/completions", body)).status_code == 200
-        assert not session.unanswered()
+        assert not session.requests.fault(is_graded=False)
 
 
 USER = {"role": "user", "content": [{"type": "text", "text": "1+2?"}]}
