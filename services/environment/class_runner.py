@@ -11,6 +11,7 @@ import inspect
 import json
 import time
 from copy import deepcopy
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -38,45 +39,26 @@ from services.environment.session import LimitReached, Session
 from services.environment.threads import Threads
 
 
+@dataclass
 class EpisodeRun:
-    """One episode of an environment.
+    """One episode of an environment."""
 
-    Args:
-        environment: the checked class.
-        task: the row that the episode is about.
-        session: asks the model and records its answers.
-        limits: at which the episode ends.
-        outcome: gets what came of it.
-        threads: run the environment's methods that are not coroutines; None: none of them can hang.
-    """
-
-    def __init__(
-        self,
-        environment: Environment,
-        task: EpisodeTask,
-        session: Session,
-        *,
-        limits: EpisodeLimits,
-        outcome: Outcome,
-        threads: Threads | None = None,
-    ) -> None:
-        self._environment = environment
-        self._task = task
-        self._session = session
-        self._limits = limits
-        self._threads = threads
-        self._tools = list(environment.tools.values())
-        self._instance: Any = None
-        """The object that the environment's class made, with the state of this episode."""
-        self._chat: list[Message] = []
-        self._prompt_messages = 0
-        """Number of messages of the chat before the first answer."""
-        self.outcome = outcome
+    environment: Environment
+    task: EpisodeTask
+    session: Session
+    limits: EpisodeLimits
+    outcome: Outcome
+    threads: Threads
+    _instance: Any = None
+    """The object that the environment's class made, with the state of this episode."""
+    _chat: list[Message] = field(default_factory=list)
+    _prompt_messages: int = 0
+    """Number of messages of the chat before the first answer."""
 
     async def play(self) -> None:
         """Plays the episode and closes the environment. Raises what `EpisodeRunner.run` records."""
         try:
-            async with self._session.clock.limit(self._limits.deadline_s):
+            async with self.session.clock.limit(self.limits.deadline_s):
                 await self._play_and_grade()
         except TimeoutError:
             raise  # without `close`, since a method may still be running in the object
@@ -89,21 +71,21 @@ class EpisodeRun:
         if not hasattr(self._instance, "close"):
             return
         try:
-            async with asyncio.timeout(self._limits.deadline_s):
+            async with asyncio.timeout(self.limits.deadline_s):
                 await self._call("close", partial(self._instance.close))
         except (TimeoutError, EnvironmentLost, EpisodeFailed) as error:
             self.outcome.detail = f"close failed: {error}"
 
     async def _play_and_grade(self) -> None:
         await self._play()
-        self._session.close()  # no more sampling once it is graded
+        self.session.close()  # no more sampling once it is graded
         self.outcome.turn_rewards = await self._turn_rewards()
-        environment = self._environment
+        environment = self.environment
         if environment.grade is not None:
-            sequences = self._session.sequences()
+            sequences = self.session.sequences()
             reward, components = await environment.grade(
                 self._instance,
-                self._task,
+                self.task,
                 messages=[message.fields for message in self._chat[self._prompt_messages :]],
                 token_ids=sequences[-1].token_ids if sequences else [],
             )
@@ -126,11 +108,12 @@ class EpisodeRun:
         outcome = self.outcome
         self._chat = await self._begin()
         self._prompt_messages = len(self._chat)
+        tools = list(self.environment.tools.values())
         while True:
             # No call is made twice here, so that the number of the turn says which it is.
-            key = str(self._session.turns)
+            key = str(self.session.turns)
             try:
-                answer = await self._session.call(self._chat, self._tools, key)
+                answer = await self.session.call(self._chat, tools, key)
             except LimitReached:
                 return
 
@@ -150,13 +133,13 @@ class EpisodeRun:
                 )
             elif tool_calls:
                 # All calls of an answer or none, since the template needs a result for each.
-                if outcome.tool_calls + len(tool_calls) > self._limits.tool_calls:
-                    self._session.stop_reason = "tool_calls"
+                if outcome.tool_calls + len(tool_calls) > self.limits.tool_calls:
+                    self.session.stop_reason = "tool_calls"
                     return
                 for tool_call in tool_calls:
                     self._chat.append(await self._tool_result(tool_call))
             else:
-                new_messages = await self._step() if self._environment.has_steps else []
+                new_messages = await self._step() if self.environment.has_steps else []
                 if not new_messages:
                     return
                 self._chat += new_messages
@@ -166,7 +149,7 @@ class EpisodeRun:
         if not hasattr(self._instance, "get_turn_rewards"):
             return []
         rewards = await self._call("get_turn_rewards", partial(self._instance.get_turn_rewards))
-        turns = len(self._session.tree.nodes)
+        turns = len(self.session.tree.nodes)
         if not isinstance(rewards, list | tuple) or len(rewards) != turns:
             raise EpisodeFailed(
                 f"get_turn_rewards returned {shorten(rewards)}, but must return a number for each "
@@ -176,14 +159,14 @@ class EpisodeRun:
 
     async def _begin(self) -> list[Message]:
         """Creates the environment; returns the initial conversation."""
-        task = self._task
+        task = self.task
         messages = task.messages or [{"role": "user", "content": task.prompt}]
         chat = parse_messages(messages, "task.messages")
-        self._instance = await self._call("the constructor", partial(self._environment.make))
+        self._instance = await self._call("the constructor", partial(self.environment.make))
 
         row = {"prompt": task.messages or task.prompt, "ground_truth": task.ground_truth}
         # Copies: the other episodes of the group have the same task.
-        columns = deepcopy(self._environment.columns_of(row | task.columns))
+        columns = deepcopy(self.environment.columns_of(row | task.columns))
         returned = await self._call("reset", partial(self._instance.reset, **columns))
         places = [i for i, message in enumerate(chat) if message.role == "user"]
         if isinstance(returned, str) and places:
@@ -229,7 +212,7 @@ class EpisodeRun:
         started = time.monotonic()
         try:
             function = self._bound_tool(name, tool_call["function"]["arguments"])
-            timeout_s = self._limits.tool_timeout_s
+            timeout_s = self.limits.tool_timeout_s
             result = await self._run(function, timeout_s)
             if not isinstance(result, str):
                 result = await self._run(partial(_as_text, result), timeout_s)
@@ -245,10 +228,10 @@ class EpisodeRun:
 
     def _bound_tool(self, name: str, arguments: Json) -> "partial[Any]":
         """Returns a tool with its arguments. Raises ToolFailed when they do not fit."""
-        if name not in self._environment.tools:
-            known = ", ".join(self._environment.tools) or "none"
+        if name not in self.environment.tools:
+            known = ", ".join(self.environment.tools) or "none"
             raise ToolFailed(f"there is no tool {name}; the tools are: {known}")
-        function = self._environment.tool(self._instance, name)
+        function = self.environment.tool(self._instance, name)
         try:
             inspect.signature(function).bind(**arguments)
         except TypeError as error:
@@ -263,24 +246,21 @@ class EpisodeRun:
             raise
         except Exception as error:
             raise EpisodeFailed(
-                f"{self._environment.name}: {name} raised {error_text(error)}"
+                f"{self.environment.name}: {name} raised {error_text(error)}"
             ) from error
 
     async def _run(self, function: "partial[Any]", timeout_s: float | None = None) -> Any:
         """Returns what the user's function returns, and awaits it if it is a coroutine.
 
-        The user's code never runs in the server's event loop. Without threads, the functions are
-        the server's own, and limit their time themselves. Raises ToolFailed after `timeout_s`
+        The user's code never runs in the server's event loop. Raises ToolFailed after `timeout_s`
         seconds.
         """
         is_coroutine = inspect.iscoroutinefunction(function.func)
-        if self._threads is None:
-            return await function() if is_coroutine else function()
-        name = f"{self._environment.name}: {getattr(function.func, '__name__', 'a method')}"
+        name = f"{self.environment.name}: {getattr(function.func, '__name__', 'a method')}"
         if is_coroutine:
-            return await self._threads.run_coroutine(function, name, timeout_s)
+            return await self.threads.run_coroutine(function, name, timeout_s)
         try:
-            result = await self._threads.run(function, name, timeout_s, self._session.clock)
+            result = await self.threads.run(function, name, timeout_s, self.session.clock)
         except ValueError as error:
             # Some libraries limit their time with an alarm, which only the main thread can set.
             if not needs_main_thread(error):
@@ -288,7 +268,7 @@ class EpisodeRun:
             result = await asyncio.wrap_future(in_main_thread(function))
         # Such as a partial or an object around a coroutine, which does not look like one.
         if inspect.isawaitable(result):
-            return await self._threads.run_coroutine(lambda: result, name, timeout_s)
+            return await self.threads.run_coroutine(lambda: result, name, timeout_s)
         return result
 
 
