@@ -9,7 +9,6 @@ import fcntl
 import os
 import shlex
 import shutil
-import socket
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
@@ -60,13 +59,6 @@ def words_of(command: str, *, is_here: bool = True) -> list[str]:
             "working directory",
         )
     return words
-
-
-def free_port() -> int:
-    """Returns a port of this machine that is currently free."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 class Folders:

@@ -10,12 +10,13 @@ from collections.abc import AsyncIterator
 
 import httpx
 
-from common.errors import ConfigError, ServiceLost
+from common.errors import ServiceLost
 from common.process.exits import how_ended
 from common.process.topology import WRONG_SETTING
 from services.environment.environments import FIELD
 from services.environment.outcome import EnvironmentLost, EpisodeFailed
-from services.environment.programs import Folders, RunningProgram, free_port, words_of
+from services.environment.programs import Folders, RunningProgram, words_of
+from services.http.app import free_port
 
 PORT = "{port}"
 """The port to listen on, in a word of the command."""
@@ -47,7 +48,7 @@ class UserServer:
         path: the path of the command's server to which episodes go.
 
     Raises:
-        ConfigError: the command does not exist here, or has no `{port}`.
+        ConfigError: the command does not exist here.
     """
 
     def __init__(self, name: str, target: str, path: str = "") -> None:
@@ -55,13 +56,6 @@ class UserServer:
         self._fixed_url = target if is_url(target) else ""
         self._path = path
         self._words = [] if self._fixed_url else words_of(target)
-        if self._words and PORT not in target:
-            raise ConfigError(
-                "the command has no {port}, where the server's port belongs",
-                field=FIELD,
-                value=target,
-                remedy="write agent:uvicorn package.server.app:app --port {port}",
-            )
         self._folders = Folders()
         self._program: RunningProgram | None = None
         self._port = 0

@@ -355,6 +355,12 @@ def listen(host: str, port: int) -> socket.socket:
     return sock
 
 
+def free_port() -> int:
+    """Returns a port of this machine on which nothing listens now."""
+    with listen("", 0) as found:
+        return int(found.getsockname()[1])
+
+
 def _send_at_once(sock: socket.socket) -> None:
     # asyncio sets TCP_NODELAY only if the socket has an explicit protocol; otherwise responses take
     # 40 ms (Nagle).

@@ -9,7 +9,6 @@ a node, one more watches the other nodes (`engine_nodes`).
 import asyncio
 import logging
 import os
-import socket
 import time
 from pathlib import Path
 
@@ -30,6 +29,7 @@ from common.wire.schemas import (
     WeightManifest,
     WorkerReport,
 )
+from services.http.app import free_port
 from services.rollout.agent import Agent, Loop
 from services.rollout.engine_client import EngineClient, engine_command, engine_libraries
 from services.rollout.engine_nodes import EngineNodes, NodeCannotStart, weights_for_nodes
@@ -316,7 +316,7 @@ class FirstNodeAgent(Agent):
         self._starts_ordered += 1
         return EngineStart(
             id=f"{self._follower.incarnation}-{self._starts_ordered}",
-            dist_init_addr=f"{host}:{_free_port()}",
+            dist_init_addr=f"{host}:{free_port()}",
             model_path=model,
             weight_version=label,
             weights=weights,
@@ -392,13 +392,6 @@ class FirstNodeAgent(Agent):
             self._registered = registered
             if self.state.in_traffic == wanted:
                 await wait_event(self._wake_router, _RECONCILE_S if done else 0.2)
-
-
-def _free_port() -> int:
-    """Returns a port that nothing listens on; a start that finds it taken is tried with another."""
-    with socket.socket() as found:
-        found.bind(("", 0))
-        return int(found.getsockname()[1])
 
 
 def _gpus(rollout: RolloutSection) -> int:

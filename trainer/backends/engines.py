@@ -24,7 +24,7 @@ from common.process.topology import ROLLOUT, Topology
 from common.settings.config import Config
 from common.wire.schemas import WeightManifest
 from learning.loading import Pretrained
-from services.http.app import listen
+from services.http.app import free_port
 from services.rollout.engine_client import (
     EngineClient,
     adapters_kept,
@@ -119,8 +119,7 @@ class OwnSGLang:
     """An SGLang server that this process starts, restarts when it dies, and stops."""
 
     def __init__(self, config: Config, publisher: "DirectPublisher") -> None:
-        with listen("127.0.0.1", 0) as free:
-            port = free.getsockname()[1]
+        port = free_port()
         rollout = config.rollout.model_copy(update={"engine_port": port})
         self._config = config.model_copy(update={"rollout": rollout})
         self._publisher = publisher

@@ -19,7 +19,6 @@ from services.environment.clock import EpisodeClock
 from services.environment.harbor import HarborTask
 from services.environment.outcome import EnvironmentLost, Outcome
 from services.environment.program_runner import ProgramRunner
-from services.environment.programs import free_port
 from services.environment.runtimes.runtime import Spec
 from tests.support.errors import raises
 
@@ -204,10 +203,6 @@ async def test_no_more_programs_run_than_there_are_slots() -> None:
         assert played.done == []
         made._slots.release()
         assert (await playing).reward == 0.25
-
-
-def test_free_ports_are_free() -> None:
-    assert all(1024 <= free_port() < 65536 for _ in range(5))
 
 
 @pytest.mark.parametrize("kind", ["local", "docker", "kubernetes"])
