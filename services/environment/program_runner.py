@@ -151,8 +151,11 @@ class ProgramRunner(EpisodeRunner):
                 task = await asyncio.to_thread(HarborTask.read, content["columns"])
                 spec = task.spec(spec)
             # Its own time: a pod waits for room in its cluster.
-            with session.clock.stopped():
-                container = await asyncio.wait_for(self._runtime.start(spec, home), _START_S)
+            try:
+                with session.clock.stopped():
+                    container = await asyncio.wait_for(self._runtime.start(spec, home), _START_S)
+            except TimeoutError:
+                raise EnvironmentLost(f"no container started within {_START_S:g} s") from None
             try:
                 agent_s = task.settings.agent.timeout_sec if task else None
                 async with session.clock.limit(agent_s):

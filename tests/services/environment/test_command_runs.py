@@ -173,6 +173,20 @@ async def test_an_episode_that_fails_leaves_nothing(fails_at: str) -> None:
         assert (await play(made, other)).reward == 0.25
 
 
+async def test_a_container_that_never_starts_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Never(Played):
+        async def start(self, spec: Spec, home: Path) -> Any:
+            await super().start(spec, home)
+            await asyncio.Event().wait()
+
+    monkeypatch.setattr(program_runner, "_START_S", 0.01)
+    played = Never()
+    with runner(played) as made, pytest.raises(EnvironmentLost):
+        await play(made, played)
+    assert played.done == ["start"]
+    assert not played.home.exists()
+
+
 async def test_an_episode_that_is_cancelled_leaves_nothing() -> None:
     played = Played()
     waits = asyncio.Event()
