@@ -1,7 +1,8 @@
 """Error responses: one shape for errors of services, of the framework and of unexpected crashes."""
 
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Mapping
+from typing import Any
 from urllib.parse import quote
 
 from fastapi import FastAPI, Request
@@ -18,15 +19,17 @@ log = logging.getLogger(__name__)
 
 
 def add_error_handlers(app: FastAPI) -> None:
-    """Registers the handlers that give every error the one shape."""
-    for kind, handler in _HANDLERS.items():
-        app.add_exception_handler(kind, handler)
+    """Gives every error the one shape."""
+    for kind in (ServiceError, RequestValidationError, HTTPException, ClientDisconnect, Exception):
+        app.add_exception_handler(kind, answer_error)
 
 
 async def answer_error(request: Request, error: Exception) -> JSONResponse:
-    """Returns the response to an error, for a handler that FastAPI does not call."""
-    handle = next(each for kind, each in _HANDLERS.items() if isinstance(error, kind))
-    return await handle(request, error)
+    """Returns the response to an error, also for a handler that FastAPI does not call."""
+    response = error_response(_service_error(request, error), request.scope)
+    if isinstance(error, HTTPException):
+        response.headers.update(error.headers or {})
+    return response
 
 
 def error_response(error: ServiceError, scope: Scope) -> JSONResponse:
@@ -36,73 +39,49 @@ def error_response(error: ServiceError, scope: Scope) -> JSONResponse:
     return JSONResponse(error.body(), error.status, headers)
 
 
-async def _on_service_error(request: Request, error: Exception) -> JSONResponse:
-    assert isinstance(error, ServiceError)
-    return error_response(error, request.scope)
-
-
-async def _on_validation_error(request: Request, error: Exception) -> JSONResponse:
-    assert isinstance(error, RequestValidationError)
-    first = error.errors()[0]
-    parts = [str(part) for part in first["loc"] if part not in ("body", "query", "path")]
-    where = ".".join(parts) or "body"
-    if first["type"] == "too_long":
-        limit = first["ctx"]["max_length"]
-        found = first["ctx"]["actual_length"]
-        too_long = TooLarge(
-            f"the list has more than {limit} items",
-            field=where,
-            value=found,
-            remedy="send fewer",
+def _service_error(request: Request, error: Exception) -> ServiceError:
+    """Returns an error of a service for any error of a handler or of the framework."""
+    if isinstance(error, HTTPException) and isinstance(error.__cause__, ServiceError):
+        return error.__cause__  # FastAPI wraps what reading a body raises
+    if isinstance(error, ServiceError):
+        return error
+    if isinstance(error, RequestValidationError):
+        return _invalid(error.errors()[0])
+    if isinstance(error, HTTPException):
+        codes = {404: "not_found", 405: "method_not_allowed"}
+        return ServiceError(
+            str(error.detail),
+            code=codes.get(error.status_code, "http_error"),
+            status=error.status_code,
+            remedy="the calls are listed at /docs",
         )
-        return error_response(too_long, request.scope)
-
-    wrong = InvalidInput(
-        first["msg"],
-        field=where,
-        value=first.get("input"),
-        remedy="the fields are described at /docs",
-    )
-    return error_response(wrong, request.scope)
+    if isinstance(error, ClientDisconnect):  # before its body ended: no crash of the service
+        return ClientGone("the client closed the connection")
+    return _crash(request, error)
 
 
-async def _on_http_error(request: Request, error: Exception) -> JSONResponse:
-    assert isinstance(error, HTTPException)
-    if isinstance(error.__cause__, ServiceError):  # FastAPI wraps what reading a body raises
-        return error_response(error.__cause__, request.scope)
-    codes = {404: "not_found", 405: "method_not_allowed"}
-    code = codes.get(error.status_code, "http_error")
-    wrapped = ServiceError(
-        str(error.detail),
-        code=code,
-        status=error.status_code,
-        remedy="the calls are listed at /docs",
-    )
-    response = error_response(wrapped, request.scope)
-    response.headers.update(error.headers or {})
-    return response
-
-
-async def _on_disconnect(request: Request, _: Exception) -> JSONResponse:
-    """Handles a client that disconnects before its body ends, which is not a crash of the
-    service.
-    """
-    return error_response(ClientGone("the client closed the connection"), request.scope)
-
-
-async def _on_crash(request: Request, error: Exception) -> JSONResponse:
+def _crash(request: Request, error: Exception) -> ServiceError:
+    """Logs an error that nobody expected; returns what its client is told."""
     log.error("%s %s failed", request.method, quote(request.scope["path"]), exc_info=error)
-    crash = ServiceError(
+    return ServiceError(
         f"internal error: {type(error).__name__}", remedy="see the log of this service"
     )
-    return error_response(crash, request.scope)
 
 
-_HANDLERS: dict[type[Exception], Callable[[Request, Exception], Awaitable[JSONResponse]]] = {
-    ServiceError: _on_service_error,
-    RequestValidationError: _on_validation_error,
-    HTTPException: _on_http_error,
-    ClientDisconnect: _on_disconnect,
-    Exception: _on_crash,
-}
-"""By kind of error, the special ones first."""
+def _invalid(wrong: Mapping[str, Any]) -> ServiceError:
+    """Returns the error for what pydantic says is wrong with a request."""
+    parts = [str(part) for part in wrong["loc"] if part not in ("body", "query", "path")]
+    where = ".".join(parts) or "body"
+    if wrong["type"] == "too_long":
+        return TooLarge(
+            f"the list has more than {wrong['ctx']['max_length']} items",
+            field=where,
+            value=wrong["ctx"]["actual_length"],
+            remedy="send fewer",
+        )
+    return InvalidInput(
+        wrong["msg"],
+        field=where,
+        value=wrong.get("input"),
+        remedy="the fields are described at /docs",
+    )

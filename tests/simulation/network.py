@@ -16,13 +16,12 @@ from urllib.parse import parse_qsl, unquote
 import httpx
 import orjson
 from starlette.requests import ClientDisconnect
-from starlette.responses import JSONResponse
 
 from common.clients import base
 from common.clients.network import Network, Reply, Sent
-from common.errors import ConfigError
+from common.errors import ConfigError, ServiceError
+from services.http import errors
 from services.http.delivery import Delivery
-from services.http.errors import _HANDLERS
 from tests.simulation.disk import Disk
 from tests.simulation.virtual_time import VirtualLoop, process
 
@@ -455,16 +454,16 @@ class Net:
         a handler's mistake to it.
         """
 
-        async def on_crash(request: Any, error: Exception) -> JSONResponse:
+        def on_crash(request: Any, error: Exception) -> ServiceError:
             node = self.named(process.get())
             assert node is not None
             node.errors.append(error)
-            return await answer_crash(request, error)
+            return crash(request, error)
 
-        answer_crash = _HANDLERS[Exception]
+        crash = errors._crash
         with (
             patch.object(base, "Network", lambda: Wire(self)),
-            patch.dict(_HANDLERS, {Exception: on_crash}),
+            patch.object(errors, "_crash", on_crash),
         ):
             yield
 
