@@ -246,15 +246,15 @@ class Journal:
         # A caller that is cancelled does not undo what is written with it.
         return await asyncio.shield(asyncio.wrap_future(done))
 
-    async def settle(self, work: Callable[[TinkerStore], _T]) -> _T:
-        """Does the same as `run`, and waits while the disk is full: what was computed is not lost,
-        nor computed twice.
+    async def settle(self, work: Callable[[TinkerStore], None]) -> None:
+        """Has `work` written as `run` does, and waits while the disk is full: what was computed is
+        not lost, nor computed twice.
         """
         while True:
             try:
-                found = await self.run(work)
+                await self.run(work)
                 self.waits_for = None
-                return found
+                return
             except StorageFailed as error:
                 if error.code != "disk_full":
                     raise

@@ -90,7 +90,7 @@ class WeightFollower:
         self._failed_broadcasts = 0
         # Interrupted downloads in a row.
         self._lost_downloads = 0
-        self._loading: asyncio.Task[str] | None = None
+        self._loading: asyncio.Task[None] | None = None
         # Whether the engine may hold part of a version.
         self._partial = False
 
@@ -289,15 +289,12 @@ class WeightFollower:
                 await self._nodes.hold(manifest, path)
 
             stage = "load"
-            loaded = None
-            if self._engine.up:
-                loaded = await self._into_engine("load", self.load(manifest, path))
-            if loaded is None:
-                self._state.updating = False  # the next engine starts with these weights
-            else:
+            if self._engine.up and await self._into_engine("load", self.load(manifest, path)):
                 self._partial = False
                 self._update_done(wanted)
                 log.info("the engine serves %s", wanted)
+            else:
+                self._state.updating = False  # the next engine starts with these weights
         except (httpx.HTTPError, WeightsGone) as error:
             self._download_lost(wanted, error)
         except (ServiceError, OSError) as error:
@@ -349,7 +346,7 @@ class WeightFollower:
         start = self._engine.starts
         try:
             work = self._receiver.receive(manifest, broadcast)
-            if await self._into_engine("broadcast", work) is not None:
+            if await self._into_engine("broadcast", work):
                 self._update_done(wanted)
                 return True
         except (ServiceError, httpx.HTTPError, OSError, TimeoutError) as error:
@@ -365,10 +362,8 @@ class WeightFollower:
         self._state.updating = True
         return False
 
-    async def load(self, manifest: WeightManifest, path: Path) -> str:
-        """Loads this version into the engine and returns its name. Raises ServiceError when the
-        engine refuses.
-        """
+    async def load(self, manifest: WeightManifest, path: Path) -> None:
+        """Loads this version into the engine. Raises ServiceError when the engine refuses."""
         await self._api.load_version(
             manifest,
             path,
@@ -376,11 +371,10 @@ class WeightFollower:
             timeout_s=self._stuck_after_s,
             whole=not self._partial,
         )
-        return path.name
 
-    async def _into_engine(self, stage: str, work: Coroutine[Any, Any, str]) -> str | None:
-        """Returns the result of `work`, or None when the engine has ended meanwhile. Raises Stuck
-        when the engine makes no progress.
+    async def _into_engine(self, stage: str, work: Coroutine[Any, Any, None]) -> bool:
+        """Does `work` with the engine; returns False when the engine has ended meanwhile. Raises
+        Stuck when the engine makes no progress.
         """
         start = self._engine.starts
         begin = time.monotonic()
@@ -407,13 +401,13 @@ class WeightFollower:
         try:
             await asyncio.wait({self._loading})
             if self._loading.cancelled() or not self._is_still_up(start):
-                return None
-            result = self._loading.result()
+                return False
+            self._loading.result()
         finally:
             self._loading.cancel()
             self._loading = None
         self._seconds.labels(stage).observe(time.monotonic() - begin)
-        return result
+        return True
 
     def _download_lost(self, wanted: WeightId, error: Exception) -> None:
         """Records an interrupted download; the next poll shows whether the trainer ended or has a

@@ -42,8 +42,8 @@ class BroadcastReceiver:
         """Forgets the group, since the engine was restarted."""
         self._group = None
 
-    async def receive(self, manifest: WeightManifest, broadcast: Broadcast) -> str:
-        """Receives a version and returns how it was verified.
+    async def receive(self, manifest: WeightManifest, broadcast: Broadcast) -> None:
+        """Receives a version, which is verified.
 
         Raises ServiceError when the engine refuses, the trainer withdraws, or the checksums differ.
         """
@@ -56,7 +56,7 @@ class BroadcastReceiver:
                 raise BroadcastWithdrawn(
                     "the trainer has withdrawn the broadcast", field="group", value=broadcast.group
                 )
-            return work.result()
+            work.result()
         finally:
             for task in (work, watch):
                 task.cancel()
@@ -83,7 +83,7 @@ class BroadcastReceiver:
         except ServiceError as error:  # there is no group or session, or it failed
             log.info("%s: %s", path, error)
 
-    async def _receive(self, version: int, broadcast: Broadcast) -> str:
+    async def _receive(self, version: int, broadcast: Broadcast) -> None:
         await self._join(broadcast)
         self.received += 1
         # No answer may mix two versions without saying so: requests wait until the last tensor.
@@ -112,7 +112,6 @@ class BroadcastReceiver:
         log.info("weights %d arrived by broadcast; comparison: %s", version, verdict.compared)
         await self._api.resume()
         await self._api.confirm(str(version))
-        return verdict.compared
 
     async def _join(self, broadcast: Broadcast) -> None:
         if self._group == broadcast.group:
