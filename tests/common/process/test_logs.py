@@ -23,6 +23,7 @@ from common.errors import ConfigError, NotFound, NotReady, Overloaded, ServiceEr
 from common.process import logs
 from common.process.logs import setup_logging
 from services.http.app import create_app
+from tests.support.errors import raises
 from tests.support.paths import ROOT
 from tests.support.processes.ports import free_port
 from trainer.diagnosis.logs import read_log
@@ -142,7 +143,7 @@ def test_a_wrong_log_setting_is_named(
     monkeypatch: pytest.MonkeyPatch, name: str, value: str
 ) -> None:
     monkeypatch.setenv(name, value)
-    with pytest.raises(ConfigError, match=f"field: {name} · value: {value} · remedy: set"):
+    with raises(ConfigError, field=name, value=value):
         setup_logging("thing")
 
 
@@ -334,7 +335,7 @@ async def test_an_error_names_the_id_found_in_both_logs(chain: Chain, caught: Ca
 
 
 async def test_a_crash_is_logged_and_answered_with_its_id(chain: Chain, caught: Caught) -> None:
-    with logs.request("crashed"), pytest.raises(ServiceError, match="request: crashed"):
+    with logs.request("crashed"), raises(ServiceError, code="internal", request="crashed"):
         await chain.to_back.request("GET", "/things/crash")
     (line,) = [line for line in caught.lines if "exception" in line]
     assert (line["request"], line["message"]) == ("crashed", "GET /things/crash failed")

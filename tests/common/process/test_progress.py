@@ -12,6 +12,7 @@ import pytest
 from common.process import progress
 from common.process.progress import Progress, Stuck, bounded
 from common.process.work_meter import STEP_BYTES, News, WorkMeter
+from tests.support.errors import raises
 from tests.support.processes.clocks import Clock
 
 
@@ -92,7 +93,7 @@ async def test_bounded_returns_raises_and_cancels() -> None:
         finally:
             ended.set()
 
-    with pytest.raises(Stuck, match="an answer"):
+    with raises(Stuck, code="stuck", value="0.05"):
         await bounded(hang(), Progress("an answer", 0.05), lambda: 7)
     await ended.wait()
 

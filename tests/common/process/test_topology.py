@@ -40,7 +40,7 @@ def test_a_torch_without_cuda_is_refused_by_its_version(
     monkeypatch.setattr("common.process.topology.version", lambda _: found)
     told: AbstractContextManager[Any] = nullcontext()
     if refused:
-        told = pytest.raises(ConfigError, match=r"2.13.0\+cpu is a CPU build.*--use-gpu.*leave it")
+        told = raises(ConfigError, field="--use-gpu", value="True")
     with told:
         refuse_cpu_build("--use-gpu", True, "leave it out")
 

@@ -24,6 +24,7 @@ from services.environment.environments import Environment
 from services.environment.messages import parse_messages
 from services.environment.service import EpisodeService
 from services.environment.template import Template
+from tests.support.errors import raises
 from tests.support.models.families import FAMILIES
 from tests.support.models.trap_models import CHATML, trap_session
 from tests.support.paths import ROOT
@@ -456,7 +457,7 @@ def test_calls_that_nothing_reads_are_refused_at_the_start_with_what_is_written(
 
 async def test_a_program_that_offers_tools_gets_the_reason() -> None:
     session, engine, _ = trap_session([], UNKNOWN)
-    with pytest.raises(InvalidInput, match="cannot be read back"):
+    with raises(InvalidInput, field="tools"):
         await session.call(parse_messages([{"role": "user", "content": "x"}]), [ADD], "key")
     assert engine.asked == []
 

@@ -450,9 +450,9 @@ async def test_what_kubernetes_is_told(section: Make, state: Path, task: Path) -
 
 
 WRONG = {
-    "local": ("runtime.kind", "run in containers"),
-    "docker": ("runtime.kind", "docker ps -aq failed: "),
-    "kubernetes": ("runtime.gateway", "pods cannot reach this server at http://127.0.0.1:1"),
+    "local": ("runtime.kind", "local"),
+    "docker": ("runtime.kind", "docker"),
+    "kubernetes": ("runtime.gateway", ""),
 }
 
 
@@ -461,12 +461,11 @@ def test_a_runtime_that_cannot_work_is_refused_at_the_start(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("DOCKER_HOST", "unix:///nowhere")
-    field, reason = WRONG[kind]
+    field, value = WRONG[kind]
     environment = EnvironmentSection(name=NAME)
     runtime = RuntimeSection.model_validate({"kind": kind})
-    with pytest.raises(ConfigError, match=reason) as caught:
+    with raises(ConfigError, field=field, value=value):
         load_runner(environment, "http://127.0.0.1:1", runtime)
-    assert caught.value.field == field
 
 
 def test_only_programs_read_the_settings_of_containers() -> None:
