@@ -385,7 +385,7 @@ def started_by(processes: Processes, ended: Callable[[int], None]) -> Iterator[N
         patch.object(progress, "_lock", totals),
         patch.object(progress, "total", totals.total),
         patch.object(agent.Agent, "_refuse_taken_port", lambda *_: None),
-        patch.object(first_node, "_free_port", lambda: 1),
+        patch.object(first_node, "free_port", lambda: 1),
         patch.object(signal, "raise_signal", ended),
     ):
         yield
