@@ -1,5 +1,6 @@
 """Middleware for request ids, the access log, and request counts and latencies on /metrics."""
 
+import asyncio
 import logging
 import time
 from urllib.parse import quote
@@ -88,6 +89,9 @@ class RequestTracing:
             self._attempts.add(attempt)
             try:
                 await self.app(scope, receive, watched)
+            except asyncio.CancelledError:  # its client in this process has gone
+                status = 499
+                raise
             finally:
                 self._attempts.discard(attempt)
                 self._finish(scope, status, time.perf_counter() - start)

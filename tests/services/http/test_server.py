@@ -439,6 +439,29 @@ async def test_a_streamed_body_over_the_limit_gets_413_over_a_real_socket() -> N
             assert (await client.http.post("/work", json={"a": 1}, timeout=60)).json() == {"a": 1}
 
 
+async def test_a_client_in_this_process_that_leaves_is_no_failure_of_the_service(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    app = create_app("small")
+    called = asyncio.Event()
+
+    @app.get("/slow")
+    async def slow() -> None:
+        called.set()
+        await asyncio.Event().wait()
+
+    caplog.set_level("INFO")
+    transport = httpx.ASGITransport(app)
+    async with httpx.AsyncClient(transport=transport, base_url="http://small") as http:
+        asking = asyncio.create_task(http.get("/slow"))
+        await called.wait()
+        asking.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asking
+    [record] = [each for each in caplog.records if each.name == "services.http.tracing"]
+    assert (record.levelname, "GET /slow: 499" in record.getMessage()) == ("INFO", True)
+
+
 async def test_client_that_leaves_in_the_middle_of_its_body_causes_no_crash(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

@@ -59,14 +59,16 @@ class LivingRun:
             write(path, [line | {"time": time.time()} for line in lines])
 
     def until(self, name: str, *, there: bool = True) -> Facts:
-        """Diagnoses the run until this finding is there, or no longer, and rank 0 answers: on a busy
-        machine it may take longer than the few seconds of a diagnosis.
+        """Diagnoses the run until this finding is there, or no longer, and what lives for the whole
+        test answers, rank 0 and the data-server: on a busy machine they may take longer than the few
+        seconds of a diagnosis.
         """
         limit = time.monotonic() + 400
         while time.monotonic() < limit:
             facts = collect(self.directory)
             is_there = any(finding.name == name for finding in find(facts))
-            if is_there == there and facts.ranks:
+            state = {service.name: service.state for service in facts.services}
+            if is_there == there and facts.ranks and state["data-server"] != "dead":
                 return facts
         raise AssertionError(f"{name}: {facts.trainer_problem}, {find(facts)}")
 
