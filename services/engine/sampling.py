@@ -101,7 +101,7 @@ def sample(logits: Tensor, state: Tensor, plain: bool, kept: int = 0) -> Tensor:
 
 def _of_tokens(weights: Tensor, tokens: Tensor) -> Tensor:
     """Returns the logarithms [B] of the weights [B, V] of one token a row."""
-    # As precise as the sums that are taken away from them: the log-probability of an only token is 0.
+    # As precise as the sums from which they are taken: an only token has the log-probability 0.
     return weights.gather(1, tokens[:, None])[:, 0].double().log()
 
 
