@@ -13,12 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from prometheus_client import generate_latest
 
-from common.errors import InvalidInput, Overloaded
+from common.errors import InvalidInput, Overloaded, ServiceError, ServiceLost
 from common.process.metrics import Metrics
 from common.settings.sections import EnvironmentSection
 from common.wire.schemas import Completion, EpisodeLimits, EpisodeTask
 from services.environment import service as module
 from services.environment.environments import Environment
+from services.environment.followed import FollowedRequest
 from services.environment.messages import user_message
 from services.environment.outcome import EnvironmentLost, EpisodeFailed, Outcome
 from services.environment.service import EpisodeService, session_seed
@@ -288,3 +289,28 @@ def test_no_two_tries_have_one_seed(first: int, second: int) -> None:
         for attempt in range(3)
     }
     assert len(seeds) == len({first, second}) * 3 * 3
+
+
+@pytest.mark.parametrize("is_lost", [True, False])
+async def test_a_service_that_is_lost_ends_the_request_and_another_failure_does_not(
+    is_lost: bool,
+) -> None:
+    """Whatever a program makes of the call that was not answered."""
+    service, _, _ = made()
+    error = (ServiceLost if is_lost else ServiceError)("the router has gone")
+
+    async def play(
+        task: EpisodeTask, session: Session, limits: EpisodeLimits, *, outcome: Outcome
+    ) -> None:
+        asked = FollowedRequest("/v1/messages", b"1", None, 0, error=error)
+        session.requests.begin(asked)
+        session.requests.end(asked, 500)
+        outcome.reward = 1.0
+
+    service.runner._play = play  # type: ignore[method-assign]
+    running = service._run(request_for("calculator", n=1), 0)
+    if is_lost:
+        with raises(ServiceLost):
+            await running
+    else:
+        assert (await running).status in STATUSES, "the run goes on"
