@@ -607,7 +607,8 @@ class Fleet(Scene):
         self.chance.on = False
         copies = self.net.copies()
         if copies:
-            self.loop.run_until_complete(asyncio.wait(copies))
+            # A copy of a question that waits for news may wait for ever.
+            self.loop.run_until_complete(asyncio.wait(copies, timeout=_REACHED_S))
         deadline = max(self.loop.now, self._last_fault) + _REACHED_S
         assert self._board is not None
         wanted = self._board.latest()
