@@ -61,7 +61,7 @@ class Plan:
     """What `reset` returns."""
     reward: Any = 1.0
     turn_rewards: list[float] = field(default_factory=list)
-    """Of as many turns as the plan has; the environment gives those of the turns that were played."""
+    """One for each turn of the plan; the environment returns those of the turns that were played."""
     has_wrong_rewards: bool = False
     close_fails: bool = False
     seen: list[list[dict[str, Any]]] = field(default_factory=list)
