@@ -212,7 +212,7 @@ class BlockPasses:
 
     def _run(self, block: Block, tokens: Indices, *, needs_logits: bool) -> Tensor:
         """Computes a block of tokens [3, N]: the tokens, their rows and their positions."""
-        chosen = torch.from_numpy(tokens[:, block.members]).to(self._cache.device)
+        chosen = torch.from_numpy(tokens.take(block.members, axis=1)).to(self._cache.device)
         of_block, of_rows, at = chosen
         begins = bool(tokens[_POSITION, block.members[0]] == 0)
         self._cache.begin_tokens(at, block.columns, of_rows, begins=begins)

@@ -140,6 +140,8 @@ class SlotCache(Cache):  # type: ignore[misc]  # transformers is not typed
         self.longest = 1
         """Columns that some row may use."""
         self.before = 0
+        self.token_rows: Tensor | None = None
+        """[B] rows of the tokens of the current pass, one of each; None in a prefill."""
         self.fixed = False
         super().__init__(layers=list(self._own_layers(config)))
         self.has_states = bool(self._with_states())
@@ -169,6 +171,7 @@ class SlotCache(Cache):  # type: ignore[misc]  # transformers is not typed
         """
         self.length = max(lengths)
         self.before = 0
+        self.token_rows = None
         length = self.length
         self.longest = max(self.longest, length)  # `move` may be called before the next step
         self.reserve(max(rows, default=-1) + 1, length)
@@ -215,6 +218,7 @@ class SlotCache(Cache):  # type: ignore[misc]  # transformers is not typed
             read = rows
         self.length = self.longest = columns
         self.before = columns - 1
+        self.token_rows = rows
         self._begin_states(None if begins else read)
         self._rows = read
         self._owners = None

@@ -10,12 +10,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from services.engine.kernels import compiled
+
 _MASK = (1 << 64) - 1
 _GAMMA = 0x9E3779B97F4A7C15
 GREEDY_BELOW = 1e-6
 """Temperatures below this are greedy."""
-_ONE_LEVEL = 1024
-"""Largest vocabulary over all of which a cumulative sum is taken."""
 FIELDS = ("token", "position", "temperature", "top_p", "uniform", "top_k", "min_p")
 """Fields of a row's state; `uniform` is the random number for its next token. Barred tokens (or -1)
 follow them."""
@@ -74,29 +74,55 @@ def sample(logits: Tensor, state: Tensor, plain: bool, kept: int = 0) -> Tensor:
     invalid = logits.sum(-1) * 0.0  # NaN unless they are finite
     if len(state) > len(FIELDS):
         logits = _barred(logits, state[len(FIELDS) :])
-    if not plain:
-        greedy = temperature < GREEDY_BELOW
-        temperature = torch.where(greedy, 1.0, temperature)
-    weights = torch.softmax(logits / temperature.float()[:, None], -1)
-    more: tuple[Tensor, ...] = ()
     if plain:
+        found = _chosen(logits, temperature, uniform, allowed=None)
+        found[1] += invalid
+        return found
+
+    greedy = temperature < GREEDY_BELOW
+    temperature = torch.where(greedy, 1.0, temperature)
+    weights = torch.softmax(logits / temperature.float()[:, None], -1)
+    is_kept, order = _truncate(weights, top_p.float(), top_k, min_p=min_p.float())
+    likeliest = torch.zeros_like(is_kept).scatter_(1, logits.argmax(-1, keepdim=True), True)
+    allowed = torch.where(greedy[:, None], likeliest, is_kept)
+    found = _chosen(logits, temperature, uniform, allowed=allowed)
+    found[1] += invalid
+    if not kept:
+        return found
+    tokens = found[0].long()
+    order[:, 0] = torch.where(greedy, tokens, order[:, 0])
+    left = torch.where(allowed, weights, 0.0).sum(-1, dtype=torch.float64)
+    among = _of_tokens(weights, tokens) - left.log()
+    return torch.cat((found, among[None], allowed.sum(-1)[None], order[:, :kept].T))
+
+
+def _chosen(
+    logits: Tensor, temperature: Tensor, uniform: Tensor, *, allowed: Tensor | None
+) -> Tensor:
+    """Returns a token of each row of `logits` [B, V] among those `allowed` [B, V], or all, and its
+    log-probability among all: float64 [2, B].
+    """
+    if logits.device.type == "cpu" and (kernels := compiled()):
+        drawn = torch.empty(2, len(logits), dtype=torch.float64)
+        kernels.draw(
+            logits.contiguous(),
+            temperature.contiguous(),
+            uniform.contiguous(),
+            allowed,
+            drawn,
+            *logits.shape,
+            torch.get_num_threads(),
+        )
+        return drawn
+
+    weights = torch.softmax(logits / temperature.float()[:, None], -1)
+    if allowed is None:
         tokens, normaliser = _draw(weights, uniform)
     else:
+        tokens, _ = _draw(torch.where(allowed, weights, 0.0), uniform)
         # Not 1: over a large vocabulary, softmax sums coarsely.
         normaliser = weights.sum(-1, dtype=torch.float64)
-        is_kept, order, count = _truncate(weights, top_p.float(), top_k, min_p=min_p.float())
-        left = torch.where(is_kept, weights, 0.0)
-        tokens = torch.where(greedy, logits.argmax(-1), _draw(left, uniform)[0])
-        if kept:
-            order[:, 0] = torch.where(greedy, tokens, order[:, 0])
-            among = _of_tokens(weights, tokens) - left.sum(-1, dtype=torch.float64).log()
-            more = (
-                torch.where(greedy, 0.0, among),
-                torch.where(greedy, 1, count),
-                *order[:, :kept].T,
-            )
-    logprobs = _of_tokens(weights, tokens) - normaliser.log() + invalid
-    return torch.stack([row.double() for row in (tokens, logprobs, *more)])
+    return torch.stack((tokens.double(), _of_tokens(weights, tokens) - normaliser.log()))
 
 
 def _of_tokens(weights: Tensor, tokens: Tensor) -> Tensor:
@@ -116,15 +142,10 @@ def _barred(logits: Tensor, barred: Tensor) -> Tensor:
 def _draw(weights: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
     """Inverts the cumulative distribution. Returns the tokens and the sums of the weights.
 
-    A cumulative sum over all of a large V is slow: there it takes two levels, block and token. Sums
+    A cumulative sum over all of a large V is slow, so it takes two levels, block and token. Sums
     are float64, so that unlikely tokens of a large vocabulary keep their share.
     """
     rows, vocabulary = weights.shape
-    if vocabulary <= _ONE_LEVEL:
-        cumulative = weights.cumsum(-1, dtype=torch.float64)
-        total = cumulative[:, -1]
-        return _first_above(cumulative, (uniform * total)[:, None])[:, 0], total
-
     width = 1 << (vocabulary.bit_length() // 2)
     blocks = torch.nn.functional.pad(weights, (0, -vocabulary % width)).view(rows, -1, width)
     sums = blocks.sum(-1, dtype=torch.float64)
@@ -146,11 +167,8 @@ def _first_above(cumulative: Tensor, target: Tensor) -> Tensor:
     return torch.searchsorted(cumulative, target, right=True).clamp(max=cumulative.shape[1] - 1)
 
 
-def _truncate(
-    probs: Tensor, top_p: Tensor, top_k: Tensor, min_p: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns which tokens [B, V] truncation keeps, all tokens by falling probability, and how many
-    are kept [B].
+def _truncate(probs: Tensor, top_p: Tensor, top_k: Tensor, min_p: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns which tokens [B, V] truncation keeps, and all tokens by falling probability.
 
     As in SGLang, each bound refers to the whole distribution.
     """
@@ -160,4 +178,4 @@ def _truncate(
     everything = (top_p >= 1)[:, None]  # rounding may lift the full sum above 1
     left = (before <= top_p[:, None]) | everything
     left &= (place < top_k[:, None]) & (ordered >= min_p[:, None] * ordered[:, :1])
-    return torch.zeros_like(left).scatter_(1, order, left), order, left.sum(-1)
+    return torch.zeros_like(left).scatter_(1, order, left), order

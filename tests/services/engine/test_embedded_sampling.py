@@ -6,9 +6,19 @@ import pytest
 import torch
 
 from common.clients.rollout import sample_seed
+from services.engine.kernels import compiled
 from services.engine.sampling import FIELDS, sample, stream_keys, uniforms
 
 ROWS = 20_000
+
+
+@pytest.fixture(autouse=True, params=["kernel", "torch"])
+def _way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Draws with the kernel, and as on a GPU or without a compiler."""
+    if request.param == "torch":
+        monkeypatch.setattr("services.engine.sampling.compiled", lambda: None)
+    elif compiled() is None:
+        pytest.skip("no C++ compiler is installed")
 
 
 def drawn(
