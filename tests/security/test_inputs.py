@@ -168,7 +168,7 @@ def test_urls_follow_the_certificates(
     assert place.url("reward-server", 8002) == "https://reward-server-0.g:8002"
 
 
-@pytest.mark.slow
+@pytest.mark.integration
 def test_strangers_cannot_join_the_liveness_watch_of_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 0's side runs in a thread of this process; believing a lie would end the process."""
     told: list[str] = []
@@ -179,7 +179,7 @@ def test_strangers_cannot_join_the_liveness_watch_of_ranks(monkeypatch: pytest.M
     ) as watch:
         place, token = ("127.0.0.1", int(told[0])), told[1]
         liar = socket.create_connection(place)
-        liar.sendall(b"hello wrong-token 1\ngone 1 failed nothing\n")
+        liar.sendall(b'hello wrong-token 1\n{"word": "gone", "rank": 1, "how": "failed"}\n')
         talker = socket.create_connection(place)
         talker.sendall(b"x" * 400_000)
         assert ended(liar)
@@ -188,10 +188,11 @@ def test_strangers_cannot_join_the_liveness_watch_of_ranks(monkeypatch: pytest.M
         assert all(ended(sock) for sock in silent[: 2 * _MAX_UNAUTHENTICATED])
         assert watch._gone == {}
         known = socket.create_connection(place)
-        known.sendall(f"hello {token} 1\ngone 1 done \n".encode())
-        assert known.recv(5) == b"gone ", (
-            "whoever has the token is let in, and rank 0 passes on what it says"
-        )
+        gone = {"word": "gone", "rank": 1, "how": "done"}
+        known.sendall(f"hello {token} 1\n{json.dumps(gone)}\n".encode())
+        # Whoever has the token is let in, and rank 0 passes on what it says.
+        with known.makefile() as lines:
+            assert gone.items() <= json.loads(lines.readline()).items()
         for sock in (liar, talker, known, *silent):
             sock.close()
     assert not [thread for thread in threading.enumerate() if thread.name == "liveness"]
