@@ -1,6 +1,7 @@
-"""Futures that nobody may wait for in the end."""
+"""The ends of tasks: those that are cancelled, and those that nobody may wait for in the end."""
 
 import asyncio
+from collections.abc import Collection
 from typing import Any, TypeVar
 
 _F = TypeVar("_F", bound="asyncio.Future[Any]")
@@ -12,3 +13,10 @@ def forgettable(future: _F) -> _F:
     """
     future.add_done_callback(lambda done: done.cancelled() or done.exception())
     return future
+
+
+async def cancel(tasks: "Collection[asyncio.Task[Any]]") -> None:
+    """Cancels tasks and waits for their end."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

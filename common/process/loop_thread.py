@@ -15,6 +15,7 @@ import uvloop
 from common.errors import ServiceError
 from common.process import watchdog
 from common.process.daemon_threads import process_ends, wait_if_process_ends
+from common.process.futures import cancel
 from common.process.main_thread import wait_for
 
 log = logging.getLogger(__name__)
@@ -116,7 +117,7 @@ class LoopThread:
 
     def cancel(self, task: "asyncio.Task[None]") -> None:
         """Cancels a task and waits until it has ended."""
-        self.call(_cancel({task}))
+        self.call(cancel({task}))
 
     def _run(self) -> None:
         is_stopped = False
@@ -131,16 +132,12 @@ class LoopThread:
         if process_ends():  # what is cut off now is no error, and nobody waits for its result
             self.loop.set_exception_handler(lambda loop, context: None)
         # asyncio logs a traceback for every task destroyed with its loop.
-        self.loop.run_until_complete(_cancel(asyncio.all_tasks(self.loop)))
+        self.loop.run_until_complete(cancel(asyncio.all_tasks(self.loop)))
         self.loop.run_until_complete(self.loop.shutdown_asyncgens())
         self.loop.close()
 
 
 def _died() -> ServiceError:
-    return ServiceError("the thread of the clients has died", remedy="see the log above")
-
-
-async def _cancel(tasks: "set[asyncio.Task[Any]]") -> None:
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
+    return ServiceError(
+        "the thread of the clients has died", code="clients_died", remedy="see the log above"
+    )

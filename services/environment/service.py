@@ -19,6 +19,7 @@ from common.errors import (
     Overloaded,
     ServiceLost,
 )
+from common.process.futures import cancel
 from common.process.metrics import Metrics
 from common.settings.sections import EnvironmentSection, RuntimeSection
 from common.wire.schemas import Completion, Episode, EpisodeRequest, EpisodeStatus, Int32
@@ -281,10 +282,7 @@ class EpisodeService:
 
     async def close(self) -> None:
         """Ends every episode."""
-        tasks = [known.task for known in self._requests.values()]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel([known.task for known in self._requests.values()])
         await self.runner.close()
 
     def _hung_calls(self) -> dict[str, int]:

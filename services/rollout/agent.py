@@ -16,12 +16,13 @@ from typing import Any
 
 from common.clients.base import Client
 from common.errors import ServiceError
+from common.process.futures import cancel
 from common.process.metrics import Metrics
 from common.process.topology import ROLLOUT, TINKER, Topology
 from common.settings.config import Config
 from services.http.app import listen
 from services.rollout.engine_client import engine_env
-from services.rollout.loops import RateLimitedWarnings, stop, wait_event
+from services.rollout.loops import RateLimitedWarnings, wait_event
 from services.rollout.supervision import SupervisedProcess, Timing
 from services.rollout.weights.store import WeightStore
 from services.rollout.weights.trainer_client import TrainerClient
@@ -119,9 +120,9 @@ class Agent(ABC):
             yield
         finally:
             # First the loops, which would register the engine again; then nobody sends it anything.
-            await stop(*loops)
+            await cancel(loops)
             await self._leave()
-            await stop(*processes)
+            await cancel(processes)
             for client in self._clients:
                 await client.close()
 

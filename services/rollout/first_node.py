@@ -18,6 +18,7 @@ from common.clients.rollout import BASE_VERSION
 from common.clients.unreachable import problem_of
 from common.errors import ServiceError, shorten
 from common.process import progress
+from common.process.futures import cancel
 from common.process.metrics import Metrics
 from common.process.topology import ROLLOUT, Topology, assigned_gpus
 from common.settings.config import Config
@@ -34,7 +35,7 @@ from services.rollout.agent import Agent, Loop
 from services.rollout.engine_client import EngineClient, engine_command, engine_libraries
 from services.rollout.engine_nodes import EngineNodes, NodeCannotStart, weights_for_nodes
 from services.rollout.generation import GenerationProbe
-from services.rollout.loops import stop, wait_event
+from services.rollout.loops import wait_event
 from services.rollout.router import RouterClient, router_command, router_env
 from services.rollout.state import NodeState
 from services.rollout.supervision import SupervisedProcess, Timing
@@ -209,7 +210,9 @@ class FirstNodeAgent(Agent):
             self._wake_router.set()
 
     def _wants_traffic(self) -> bool:
-        """Returns whether the router should list the engine now."""
+        """Decides whether the engine is cut off from the trainer; returns whether the router should
+        list it now.
+        """
         if self._heard_at is None:
             # Without a trainer, as before the first one starts, there are no newer weights.
             self.state.cut_off = self._follower.is_trainer_silent
@@ -224,7 +227,7 @@ class FirstNodeAgent(Agent):
         try:
             await self.engine.run()
         finally:
-            await stop(follow)
+            await cancel([follow])
 
     async def _leave(self) -> None:
         """Removes the engine from the router, but gives up after a few seconds, as the router may

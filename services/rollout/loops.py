@@ -15,13 +15,6 @@ async def wait_event(event: asyncio.Event, timeout_s: float) -> None:
         await asyncio.wait_for(event.wait(), timeout_s)
 
 
-async def stop(*tasks: asyncio.Task[None]) -> None:
-    """Cancels the loops and waits for their end."""
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
-
-
 class RateLimitedWarnings:
     """Logs repeated warnings at most once a minute per topic and level."""
 

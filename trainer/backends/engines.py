@@ -19,6 +19,7 @@ from common.clients.engines import Engines
 from common.clients.network import Reply
 from common.clients.rollout import BASE_VERSION, RolloutClient
 from common.errors import ServiceLost
+from common.process.futures import cancel
 from common.process.progress import Progress, bounded
 from common.process.topology import ROLLOUT, Topology
 from common.settings.config import Config
@@ -33,7 +34,6 @@ from services.rollout.engine_client import (
     released_memory,
 )
 from services.rollout.generation import GenerationProbe
-from services.rollout.loops import stop
 from services.rollout.supervision import SupervisedProcess, Timing
 from trainer.backends.backend import BackendContext
 from trainer.weights.versions import Weights, version_name, write_version
@@ -182,7 +182,7 @@ class OwnSGLang:
         stack.push_async_callback(self._api.close)
         self._run = asyncio.create_task(self._child.run())
         up = asyncio.create_task(self._up.wait())
-        stack.push_async_callback(stop, self._run)
+        stack.push_async_callback(cancel, [self._run])
         await asyncio.wait({self._run, up}, return_when=asyncio.FIRST_COMPLETED)
         up.cancel()
         # The supervisor ends by itself only when the server failed: `result` raises why.

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from common.clients.rollout import RolloutClient
 from common.errors import InvalidInput, Overloaded, ServiceLost
+from common.process.futures import cancel
 from services.http.sqlite_store import sum_of
 from trainer.tinker import requests
 from trainer.tinker.interface import WITHOUT_STABLE_REINFORCE, LoraSpec
@@ -135,9 +136,7 @@ class TinkerServer:
         try:
             yield
         finally:
-            for task in self._tasks:
-                task.cancel()
-            await asyncio.gather(*self._tasks, return_exceptions=True)
+            await cancel(self._tasks)
             await self._training.close()
             await self._journal.close()
 

@@ -7,6 +7,7 @@ import logging
 import math
 
 from common.errors import ServiceError
+from common.process.futures import cancel
 from common.wire.schemas import Broadcast, WeightChecksums, WeightManifest
 from services.rollout.engine_client import EngineClient
 from services.rollout.weights.trainer_client import TrainerClient
@@ -58,9 +59,7 @@ class BroadcastReceiver:
                 )
             work.result()
         finally:
-            for task in (work, watch):
-                task.cancel()
-            await asyncio.gather(work, watch, return_exceptions=True)
+            await cancel([work, watch])
 
     async def abandon(self, broadcast: Broadcast) -> bool:
         """Leaves the group after an error; returns False when the engine hangs and must be
