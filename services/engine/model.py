@@ -40,7 +40,7 @@ class Model(Decoder):
             raise ConfigError(
                 "there is no model in this directory",
                 field="--model-path",
-                value=path,
+                value=str(path),
                 remedy="name a directory with config.json",
             )
         check_model(str(path), "--model-path")
@@ -75,7 +75,7 @@ class Model(Decoder):
             raise ConfigError(
                 f"the model cannot be loaded: {error}",
                 field="--model-path",
-                value=path,
+                value=str(path),
                 remedy="name a causal language model with its tokenizer, "
                 "as transformers saves them with safetensors",
             ) from error

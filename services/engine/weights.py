@@ -108,5 +108,7 @@ def _read(directory: Path) -> dict[str, Tensor]:
         RecursionError,
     ) as error:
         reason = f"the weights cannot be read: {error}"
-        raise BadWeights(reason, field="model_path", value=directory, remedy=_FITTING) from None
+        raise BadWeights(
+            reason, field="model_path", value=str(directory), remedy=_FITTING
+        ) from None
     return tensors

@@ -123,7 +123,9 @@ class EngineNodes:
             for name in self.names:
                 report = self._said(name)
                 if report is not None and report.cannot_start == start.id:
-                    raise NodeCannotStart(f"{name} cannot start: {report.detail}")
+                    raise NodeCannotStart(
+                        f"{name} cannot start: {report.detail}", field="node", value=name
+                    )
             if missing != told:
                 told = missing
                 say(f"waits for {', '.join(missing)}")

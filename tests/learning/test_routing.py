@@ -14,6 +14,7 @@ from common.settings.sections import TrainerSection
 from learning.layout import Layout, Packed, Padded
 from learning.routing import RoutedRow, Routers, Routes, RoutesNotRecorded
 from learning.sharding import prepare
+from tests.support.errors import raises
 from tests.support.models.tiny_models import make
 from trainer.policy.scorer import Scorer
 
@@ -77,20 +78,17 @@ def test_a_family_replays_its_own_routing_and_follows_another(kind: str) -> None
     assert not torch.allclose(with_experts((recorded + 1) % routers.experts + 1), expected)
 
 
-@pytest.mark.parametrize(
-    ("kind", "reason"), [("Qwen3", "no layer with experts"), ("jetmoe", "no layer with experts")]
-)
-def test_models_without_such_routers_are_refused(kind: str, reason: str) -> None:
-    with pytest.raises(ConfigError, match=reason) as refused:
+@pytest.mark.parametrize("kind", ["Qwen3", "jetmoe"])
+def test_models_without_such_routers_are_refused(kind: str) -> None:
+    with raises(ConfigError, field="trainer.routing_replay", value="True"):
         Routers(make(kind))
-    assert refused.value.field == "trainer.routing_replay"
 
 
 def test_a_router_that_chooses_otherwise_is_refused() -> None:
     """Phi-3.5-MoE takes the highest score twice, with random numbers in training."""
     model = make("phimoe")
     routers = Routers(model)
-    with routers.recording(), pytest.raises(ConfigError, match="with one topk"):
+    with routers.recording(), raises(ConfigError, field="trainer.routing_replay", value="True"):
         model(input_ids=torch.arange(3, 9)[None], use_cache=False)
 
 
@@ -118,7 +116,7 @@ def test_experts_that_no_router_chose_are_refused(
     assert np.array_equal(read().completion, routes[1].completion)
     (layer, place), (_, other) = places
     experts[token, layer, other if place == 0 else 1] = experts[token, layer, place]
-    with pytest.raises(RoutesNotRecorded, match="the same expert twice"):
+    with raises(RoutesNotRecorded, field="trainer.routing_replay"):
         read()
 
 
@@ -284,5 +282,5 @@ def test_experts_of_another_model_are_refused(numbers: list[int]) -> None:
     routers = Routers(make("Qwen3-MoE", **_MOE))
     ids = np.array([5], np.int32)
     read: Callable[[], Routes] = lambda: routers.read(raw(numbers, "<u1"), ids, ids)  # noqa: E731
-    with pytest.raises(ConfigError, match="are not those of this model"):
+    with raises(ConfigError, code="config", field="trainer.routing_replay"):
         read()

@@ -469,8 +469,9 @@ def damaged(content: bytes) -> bytes:
 def test_a_damaged_line_is_named_with_its_file(tmp_path: Path, name: str) -> None:
     path = tmp_path / f"{name}.jsonl"
     path.write_bytes(b'{"step": 1}\n' + damaged(b'{"step": 22222}') + b"\n")
-    with pytest.raises(ConfigError, match=rf"^line 2 of {name}\.jsonl is damaged"):
+    with raises(ConfigError, field="trainer.run_dir", value=str(path)) as caught:
         read_lines(path)
+    assert caught.value.message.startswith("line 2 ")
 
 
 @pytest.mark.parametrize("content", [b'{"learning_rate": 1}', b"[]", b"{"])
@@ -479,7 +480,7 @@ def test_damaged_settings_of_a_run_are_named_with_their_file(
 ) -> None:
     (tmp_path / "config.json").write_bytes(damaged(content) if len(content) > 2 else content)
     for read in (read_settings, lambda run_dir: write_card(run_dir, run_dir, 1)):
-        with pytest.raises(ConfigError, match=r"^config\.json cannot be read"):
+        with raises(ConfigError, field="trainer.run_dir", value=str(tmp_path / "config.json")):
             read(tmp_path)
 
 

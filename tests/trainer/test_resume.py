@@ -139,11 +139,9 @@ def test_settings_that_the_checkpoint_depends_on_are_refused(
     holder = getattr(config, section) if section else config
     before = getattr(holder, name)
     setattr(holder, name, value)
-    with pytest.raises(
-        ConfigError, match=rf"to a run with [\w.]*{name} {before}, this run has {value} "
-    ) as error:
+    with raises(ConfigError, field=f"{section}.{name}".lstrip("."), value=str(value)) as error:
         resume(config)
-    assert error.value.field == f"{section}.{name}".lstrip(".")
+    assert f" {before}," in error.value.message
 
 
 def test_settings_that_may_change_are_accepted(config: Config) -> None:
@@ -201,9 +199,9 @@ def test_one_flipped_byte_in_any_file_of_a_checkpoint_is_named_with_the_one_befo
     place = body.index(b'"step": 3') + 8 if name == "trainer_state.json" else len(body) // 2
     body[place] ^= 1
     (path / name).write_bytes(body)
-    with pytest.raises(ConfigError, match=rf"{name} has changed since it was written") as error:
+    with raises(ConfigError, code="checkpoint_changed", value=str(path)) as error:
         resume(config)
-    assert error.value.value == str(path)
+    assert name in error.value.message
     assert "remove it to continue from step_000002" in str(error.value.remedy)
     shutil.rmtree(path)
     assert resume(config)[1].step == 2

@@ -245,9 +245,8 @@ async def test_a_refusal_of_unknown_shape_is_shown(content: str) -> None:
         return Response(content, 418)
 
     async with in_process(app) as client:
-        with pytest.raises(ServiceError, match="thing: HTTP 418") as caught:
+        with raises(ServiceError, status=418) as caught:
             await client.request("GET", "/work")
-    assert caught.value.status == 418
     assert content in caught.value.message
 
 
@@ -433,7 +432,7 @@ async def test_retries_headers_errors_redirects_and_compressed_answers_over_real
         assert (error.value.status, error.value.field, error.value.code) == (422, "n", "bad")
         with raises(ServiceError, field="content-encoding", value="gzip"):
             await client.request("POST", "/zip", **sent)
-        with pytest.raises(ServiceError, match="302"):
+        with raises(ServiceError, status=302):
             await client.request("POST", "/moved", **sent)
         with pytest.raises(Unreachable, match="/cut"):
             await client.request("POST", "/cut", deadline_s=0.3, **(sent | {"content": "body"}))

@@ -138,7 +138,10 @@ async def test_a_silent_connection_is_given_up_for_another_and_said(
         await client.ack(["a", "b"])
         assert (await client.stats())["consumed"] == 2
     assert proxy.silent == 1
-    assert "for replay-buffer to answer" in caplog.text
+    told = [getattr(record, "event", {}) for record in caplog.records]
+    assert ("waiting", "replay-buffer", "silent") in {
+        (each.get("code"), each.get("service"), each.get("problem")) for each in told
+    }
     assert "on which it does not work" in caplog.text
 
 

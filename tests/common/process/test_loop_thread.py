@@ -8,6 +8,7 @@ import pytest
 
 from common.errors import ServiceError
 from common.process.loop_thread import LoopThread
+from tests.support.errors import raises
 
 
 async def exits() -> None:
@@ -34,6 +35,6 @@ def test_a_call_into_a_loop_whose_thread_has_died_fails() -> None:
             await asyncio.Event().wait()
 
         waiting = loop.begin(waits_for_ever())
-        with pytest.raises(ServiceError, match="the thread of the clients has died"):
+        with raises(ServiceError, code="clients_died"):
             waiting()
         loop._thread.join()

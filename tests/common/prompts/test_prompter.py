@@ -10,6 +10,7 @@ from common.errors import ConfigError
 from common.prompts.prompter import Prompter, PromptStyle, prompt_text
 from common.settings.config import from_mapping
 from common.wire.schemas import Prompt
+from tests.support.errors import raises
 
 PROMPT = Prompt(id="p1", prompt="2 + 3?", ground_truth="5", columns={"level": 5})
 CHAT = Prompt(
@@ -197,21 +198,22 @@ def test_a_style_that_the_tokenizer_cannot_follow_is_refused(
 
 def test_a_template_that_refuses_a_role_is_named() -> None:
     refuses = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system role') }}{% endif %}{{ messages[0]['content'] }}"
-    with pytest.raises(ConfigError, match="no system role"):
+    with raises(ConfigError, field="model.chat_template") as caught:
         prompt_text(PROMPT, style(sampling__system_prompt="S"), tokenizer(refuses))
+    assert "no system role" in caught.value.message
 
 
 @pytest.mark.parametrize("length", [1, 2])
 def test_a_chat_needs_a_chat_template_whatever_its_length(length: int) -> None:
     chat = CHAT.model_copy(update={"chat": CHAT.chat[-length:]})
-    with pytest.raises(ConfigError, match=r"but the model has no chat template.*instruct model"):
+    with raises(ConfigError, field="model.chat_template"):
         prompt_text(chat, style(), tokenizer())
 
     with_text = style(data__prompt_template="{question}!")
     if length == 1:
         assert prompt_text(chat, with_text, tokenizer()) == "3 + 4?!"
     else:
-        with pytest.raises(ConfigError, match=r"data\.prompt_template writes only one message"):
+        with raises(ConfigError, field="model.chat_template"):
             prompt_text(chat, with_text, tokenizer())
 
 
@@ -224,5 +226,6 @@ def test_a_token_that_the_model_does_not_have_is_refused() -> None:
     prompter = Prompter(own, PromptStyle(), [], vocabulary=vocabulary)
     assert prompter.token_ids(PROMPT)
     thinking = Prompt(id="p3", prompt="<think>2 + 3?", ground_truth="5")
-    with pytest.raises(ConfigError, match=rf"p3 has the token {vocabulary} \('<think>'\).*resize"):
+    with raises(ConfigError, field="model.name") as caught:
         prompter.token_ids(thinking)
+    assert f"p3 has the token {vocabulary} ('<think>')" in caught.value.message

@@ -112,8 +112,8 @@ def test_a_typo_is_refused_wherever_it_stands(tmp_path: Path) -> None:
         refused(env={"RLHF_TRAINER__BATCH_SIZE__MORE": "4"}).field
         == "RLHF_TRAINER__BATCH_SIZE__MORE"
     )
-    assert "--trainer.bach_size" in str(refused(["--trainer.bach_size", "4"]))
-    assert "extra" in str(refused(["extra"]))
+    assert refused(["--trainer.bach_size", "4"]).field == "--trainer.bach_size"
+    assert refused(["extra"]).field == "extra"
 
 
 @pytest.mark.parametrize(
@@ -156,7 +156,7 @@ def test_conflicting_settings_are_refused() -> None:
         "--sampling.max_new_tokens",
         "64",
     ]
-    assert "leaves no room for a prompt" in str(refused(argv))
+    assert refused(argv).field == "sampling.max_new_tokens"
 
 
 _STALE = "--trainer.max_staleness=1"
@@ -206,12 +206,14 @@ def test_settings_that_repeat_are_allowed() -> None:
 
 
 def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
-    assert "cannot be read" in str(refused(["--config", str(tmp_path / "absent.yaml")]))
-    assert "cannot be read" in str(refused(in_file(tmp_path, "trainer: [")))
-    assert "not a mapping" in str(refused(in_file(tmp_path, "- 1")))
+    absent = ["--config", str(tmp_path / "absent.yaml")]
+    for words in (absent, in_file(tmp_path, "trainer: ["), in_file(tmp_path, "- 1")):
+        error = refused(words)
+        assert (error.field, error.value) == ("--config", words[1])
     (tmp_path / "run.yaml").write_bytes(b"model: {name: \xff}")
     assert refused(["--config", str(tmp_path / "run.yaml")]).field == "--config"
-    assert "--config needs the name of a file" in str(refused(["--config"]))
+    error = refused(["--config"])
+    assert (error.field, error.value) == ("--config", None)
 
 
 def test_an_environment_that_cannot_be_read_is_named() -> None:

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from common.errors import ConfigError
-from common.process.storage import StorageFailed
+from common.errors import ServiceError
 from common.wire.schemas import Prompt
 from services.data.curriculum import Difficulty
 from services.data.stream import PromptStream
+from tests.support.errors import raises
 from tests.support.services.damage import check_flipped_bits
 
 PROMPTS = [Prompt(id=f"p{i}", prompt=f"{i} + 1?", ground_truth=str(i + 1)) for i in range(12)]
@@ -80,7 +80,6 @@ def test_a_changed_field_is_named_when_it_is_read(change: str, stored: Path) -> 
     assert db.execute(change).rowcount
     db.commit()
     db.close()
-    with pytest.raises((ConfigError, StorageFailed), match=r"checksum|are gone") as error:
+    with raises(ServiceError, code="damaged", field="state_dir", value=str(path)) as error:
         served(stored)
-    assert (error.value.field, error.value.value) == ("state_dir", str(path))
     assert "remove the file" in str(error.value.remedy)

@@ -266,8 +266,10 @@ def test_a_template_that_a_row_cannot_fill_ends_the_start_with_the_row(tmp_path:
 
 
 def test_the_remedy_for_a_file_that_is_not_there_is_its_name(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"none.jsonl cannot be read.*correct its name"):
+    with raises(ConfigError, field="data.source", value=str(tmp_path / "none.jsonl")) as absent:
         list(read_file(tmp_path / "none.jsonl"))
     (tmp_path / "cut.jsonl").write_text("{\n")
-    with pytest.raises(ConfigError, match="repair the file"):
+    with raises(ConfigError, field="data.source", value=str(tmp_path / "cut.jsonl")) as damaged:
         list(read_file(tmp_path / "cut.jsonl"))
+    assert "name" in str(absent.value.remedy)
+    assert "repair" in str(damaged.value.remedy)

@@ -104,9 +104,7 @@ def test_a_gsm8k_answer_that_is_no_number_stops_the_loading(tmp_path: Path) -> N
         tmp_path,
         [{"question": "q", "answer": "#### 1,080"}, {"question": "r", "answer": "#### many"}],
     )
-    with pytest.raises(
-        ConfigError, match=r"train.jsonl, line 2: the answer 'many' is not a number"
-    ):
+    with raises(ConfigError, field="data.source", value="train.jsonl, line 2"):
         GSM8KLoader(source=tmp_path).load("train")
 
 
@@ -170,7 +168,7 @@ def test_filters_by_level(tmp_path: Path) -> None:
     assert problems(MATHLoader(levels=[3, "4", "Level 5"], source=tmp_path)) == "bcd"
     with raises(ConfigError, field="data.levels", value="hard"):
         MATHLoader(levels=["hard"], source=tmp_path)
-    with pytest.raises(ConfigError, match="no problems"):
+    with raises(ConfigError, field="data.source", value=str(tmp_path)):
         MATHLoader(levels=[2], source=tmp_path).load("train")
 
 
@@ -182,11 +180,9 @@ def test_filters_by_subject(tmp_path: Path) -> None:
         == "bce"
     )
     assert problems(MATHLoader(subjects=["Algebra"], levels=[5], source=tmp_path)) == "d"
-    with pytest.raises(
-        ConfigError,
-        match="no subject 'Topology'; it has algebra, counting and probability, geometry",
-    ):
+    with raises(ConfigError, field="data.subjects", value="Topology") as caught:
         MATHLoader(subjects=["Topology"], source=tmp_path).load("train")
+    assert "algebra, counting and probability, geometry" in caught.value.message
 
 
 def test_ground_truths_columns_and_ids(tmp_path: Path) -> None:

@@ -15,13 +15,14 @@ import torch
 from transformers import AutoModelForCausalLM, MistralConfig
 
 from common.clients.rollout import RolloutClient, SamplingOptions, sample_seed
-from common.errors import ConfigError
 from services.engine.app import make_app
 from services.engine.blocks import ROWS, attended_columns, blocks_of
+from services.engine.decoder import UnfitModel
 from services.engine.engine import Engine
 from services.engine.jobs import GenerationJob, SamplingParams, Sequence
 from services.engine.model import Model
 from tests.support.engines.engines import write_model
+from tests.support.errors import raises
 from tests.support.models.every_type import write_type
 
 LIMIT_S = 400
@@ -228,7 +229,7 @@ def test_a_model_that_mixes_its_tokens_is_refused(
     def mix(_: Any, __: Any, logits: torch.Tensor) -> torch.Tensor:
         return logits + 1e-6 * logits.mean(0, keepdim=True)
 
-    refused = pytest.raises(ConfigError, match="reproducible false")
+    refused = raises(UnfitModel, field="--model-path", value=model.config.model_type)
     with model.module.get_output_embeddings().register_forward_hook(mix), refused:
         Engine(model)
     Engine(model)
@@ -259,8 +260,9 @@ def test_experts_compute_whole_blocks_and_else_the_model_is_refused(
             assert torch.equal(beside, alone)
 
     monkeypatch.setattr("services.engine.decoder.compute_experts_in_blocks", lambda _: None)
-    with pytest.raises(ConfigError, match="reproducible false"):
+    with raises(UnfitModel, field="--model-path") as refused:
         Model(tmp_path, 112, deterministic=True).reserve(41)
+    assert "reproducible false" in str(refused.value.remedy)
 
 
 def test_blocks_hold_every_token_once_and_none_before_one_that_it_attends_to() -> None:

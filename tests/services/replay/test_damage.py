@@ -18,6 +18,7 @@ from common.wire.schemas import PriorityUpdate, SampleRequest, TakeRequest
 from services.replay.app import create_replay_app
 from services.replay.buffer import Experience, ReplayBuffer
 from tests.support.batches.replay_groups import MakeGroup
+from tests.support.errors import raises
 from tests.support.services.damage import check_flipped_bits
 
 GROUPS = 12
@@ -152,10 +153,6 @@ async def test_a_reward_that_changes_under_the_running_service_ends_the_call(
         one = b"\xa6reward\xcb" + bytes.fromhex("3ff0000000000000")
         assert content.count(one) == GROUPS
         stored.write_bytes(content.replace(one, one[:-8] + bytes.fromhex("bff0000000000000")))
-        with pytest.raises(
-            ServiceError, match=r"group group-\d+ differs from its checksum"
-        ) as error:
+        with raises(ServiceError, status=500, code="damaged", value=str(stored)) as error:
             await client.request(method, path, json=body)
-    assert (error.value.status, error.value.code) == (500, "damaged")
-    assert error.value.value == str(stored)
     assert "restore the file from a copy" in str(error.value.remedy)

@@ -112,7 +112,7 @@ def test_two_classes_give_a_probability_and_three_are_refused(
     values = two(chats(TEXTS), prompt=PROMPTS)
     assert all(0 < value < 1 for value in values)
     assert len(set(values)) == 4
-    with pytest.raises(ConfigError, match="3 classes"):
+    with raises(ConfigError, field="reward.functions.reward_model.model"):
         RewardModelFunction(str(make_model(tmp_path / "three", tokenizer, 3)))
 
 
@@ -125,14 +125,15 @@ def test_missing_model_is_named(tmp_path: Path) -> None:
 
 def test_a_chat_model_in_place_of_a_reward_model_is_refused(base_model: Path) -> None:
     """It has no head that scores: transformers would make one of random numbers."""
-    with pytest.raises(ConfigError, match=r"would be random: score\.weight.*reward_model\.model"):
+    with raises(ConfigError, field="reward.functions.reward_model.model") as caught:
         RewardModelFunction(str(base_model))
+    assert "score.weight" in caught.value.message
 
 
 def test_a_directory_that_also_has_an_adapter_is_refused(model: Path, tmp_path: Path) -> None:
     both = shutil.copytree(model, tmp_path / "both")
     (both / "adapter_config.json").write_text("{}")
-    with pytest.raises(ConfigError, match=r"both a whole model and an adapter.*reward_model"):
+    with raises(ConfigError, field="reward.functions.reward_model.model", value=str(both)):
         RewardModelFunction(str(both))
 
 
@@ -159,7 +160,7 @@ async def test_a_reward_model_in_the_reward_server(model: Path) -> None:
 
 async def test_health_says_why_a_reward_model_does_not_load(tmp_path: Path) -> None:
     config = RewardSection(functions=[ModelReward(model=str(tmp_path / "nothing"))])
-    with pytest.raises(ConfigError, match=r"no such directory.*reward_model\.model"):
+    with raises(ConfigError, field="reward.functions.reward_model.model"):
         RewardService(config)
     (tmp_path / "nothing").mkdir()
     (tmp_path / "nothing" / "config.json").write_text('{"model_type": "unheard-of"}')

@@ -281,11 +281,9 @@ def test_a_router_that_is_not_installed_is_named(
 ) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
     config = Config(rollout=RolloutSection.model_validate({"router": name}))
-    with pytest.raises(
-        ConfigError,
-        match=rf"rollout\.router · value: {name} · remedy: install it with .*pip install",
-    ):
+    with raises(ConfigError, field="rollout.router", value=name) as caught:
         router_command(config, two_nodes(0))
+    assert "pip install" in str(caught.value.remedy)
 
 
 def test_power_of_two_is_refused() -> None:

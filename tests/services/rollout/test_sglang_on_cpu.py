@@ -126,11 +126,9 @@ def test_a_window_that_sglang_does_not_have_bounds_the_context(
         return
     assert command[command.index("--context-length") + 1] == str(window)
     config.sampling.max_new_tokens = window
-    with pytest.raises(
-        ConfigError,
-        match=rf"ignores the attention window of this model, {window} tokens.*sampling\.max_new_tokens.*less than",
-    ):
+    with raises(ConfigError, field="sampling.max_new_tokens", value=str(window)) as refused:
         engine_command(config, Topology(), str(tmp_path), "3")
+    assert "attention window" in refused.value.message
 
 
 LONG = {"short_factor": [1.0, 1.0], "long_factor": [1.0, 4.0]}
@@ -193,9 +191,7 @@ def test_factors_that_sglang_chooses_by_the_batch_bound_the_context(
         return
     assert command[command.index("--context-length") + 1] == str(bound)
     config.sampling.max_new_tokens = bound
-    with pytest.raises(
-        ConfigError, match=rf"exceeds {bound} tokens.*sampling\.max_new_tokens.*less than"
-    ):
+    with raises(ConfigError, field="sampling.max_new_tokens", value=str(bound)):
         engine_command(config, Topology(), str(tmp_path), "3")
 
 

@@ -18,6 +18,7 @@ from common.settings.algorithm import AlgorithmSection
 from common.settings.config import Config
 from learning.ranks import Ranks
 from tests.support.batches.groups import off_policy_groups, prepared, with_algorithm
+from tests.support.errors import raises
 from tests.support.paths import ROOT
 from tests.support.runs.in_process import metrics, quiet
 from trainer.algorithms.advantages import NEED_MORE_THAN_REWARDS, named_advantage
@@ -98,9 +99,8 @@ def test_a_path_that_is_wrong_is_named_before_the_model_is_loaded(
 def test_a_result_of_another_shape_is_refused(config: Config, setting: str, name: str) -> None:
     """It would broadcast, and train on something else without a word."""
     policy = Policy(with_algorithm(config, **{setting: f"qae:{name}"}), Ranks())
-    with pytest.raises(ConfigError, match="the shape") as error:
+    with raises(ConfigError, field=f"algorithm.{setting}", value=f"qae:{name}"):
         policy.update(prepared(policy, off_policy_groups()))
-    assert error.value.field == f"algorithm.{setting}"
 
 
 def test_the_settings_name_what_the_tables_have() -> None:

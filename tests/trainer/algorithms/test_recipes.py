@@ -387,62 +387,62 @@ def test_a_group_without_scores_of_the_teacher_is_refused(config: Config) -> Non
 
 
 @pytest.mark.parametrize(
-    ("settings", "reason"),
+    ("settings", "field"),
     [
-        ({"algorithm.name": "opd"}, "learns only from a teacher, and teacher.url is empty"),
-        ({"teacher.coef": 2.0}, "teacher.coef is set but not read"),
-        ({"teacher.url": "localhost:30000"}, "is not a URL"),
-        ({"teacher.url": "http://me:secret@host"}, "TEACHER_API_KEY"),
-        ({"teacher.url": "http://host/v1"}, "set teacher.model"),
-        ({"teacher.url": "http://host", "teacher.model": "m"}, "teacher.model is set but not read"),
+        ({"algorithm.name": "opd"}, "algorithm.advantage"),
+        ({"teacher.coef": 2.0}, "teacher.coef"),
+        ({"teacher.url": "localhost:30000"}, "teacher.url"),
+        ({"teacher.url": "http://me:secret@host"}, "teacher.url"),
+        ({"teacher.url": "http://host/v1"}, "teacher.url"),
+        ({"teacher.url": "http://host", "teacher.model": "m"}, "teacher.model"),
         (
             {
                 "algorithm.name": "opd",
                 "teacher.url": "http://host",
                 "algorithm.dynamic_sampling": True,
             },
-            "the rewards are not used",
+            "algorithm.dynamic_sampling",
         ),
         (
             {"teacher.url": "http://host", "sampling.top_p": 0.9, "rollout.engine": "embedded"},
-            "cannot be compared",
+            "sampling.top_p",
         ),
-        ({"algorithm.name": "gdpo", "reward.require_stop": True}, "algorithm.mask_truncated"),
+        ({"algorithm.name": "gdpo", "reward.require_stop": True}, "reward.require_stop"),
         (
             {"algorithm.name": "gdpo", "algorithm.kl_coef": 0.1, "algorithm.kl_in": "reward"},
-            "set algorithm.kl_in loss",
+            "algorithm.kl_in",
         ),
         (
             {"algorithm.name": "gdpo", "reward.functions": [{"name": "a:B", "weight": 2.0}]},
-            "remove this weight",
+            "reward.functions",
         ),
         (
             {"algorithm.name": "sapo", "algorithm.clip_low": 0.1},
-            "algorithm.clip_low is set but not read",
+            "algorithm.clip_low",
         ),
-        ({"algorithm.sapo_tau_positive": 2.0}, "algorithm.sapo_tau_positive is set but not read"),
+        ({"algorithm.sapo_tau_positive": 2.0}, "algorithm.sapo_tau_positive"),
         (
             {"algorithm.name": "dppo", "algorithm.dual_clip": 3.0},
-            "algorithm.dual_clip is set but not read",
+            "algorithm.dual_clip",
         ),
         (
             {"algorithm.rollout_correction": "truncate", "algorithm.correction_floor": 0.5},
-            "correction_floor is set but not read",
+            "algorithm.correction_floor",
         ),
         (
             {"algorithm.name": "geo_rs", "algorithm.old_logprobs": "engine"},
-            "always use the trainer's own",
+            "algorithm.old_logprobs",
         ),
         (
             {"algorithm.name": "maxrl", "algorithm.advantage_eps": 1e-3},
-            "advantage_eps is set but not read",
+            "algorithm.advantage_eps",
         ),
     ],
 )
 def test_conflicting_settings_are_refused_with_their_names(
-    settings: dict[str, object], reason: str
+    settings: dict[str, object], field: str
 ) -> None:
-    with pytest.raises(ConfigError, match=reason):
+    with raises(ConfigError, field=field):
         from_mapping(settings)
 
 

@@ -8,8 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from common.errors import ConfigError
 from common.settings.config import Config, load
 from common.wire.schemas import Completion, Group, Turn
+from tests.support.errors import raises
 from tests.support.paths import ROOT
 from trainer.algorithms.batch import Batch, TrainingGroup
 from trainer.algorithms.compute_advantages import compute_advantages
@@ -250,5 +252,5 @@ def test_rounding_of_equal_sums_gives_no_huge_advantage(base_model: Path) -> Non
 
 @pytest.mark.parametrize("advantage", ["leave_one_out", "length_weighted", "mean_normalised"])
 def test_advantages_that_do_not_compare_turns_are_refused(advantage: str, base_model: Path) -> None:
-    with pytest.raises(Exception, match=r"environment\.turn_discount"):
+    with raises(ConfigError, field="algorithm.advantage", value=None):
         config(base_model, algorithm__advantage=advantage, environment__turn_discount=0.9)

@@ -155,24 +155,23 @@ def test_the_config_that_was_given_may_change_before_training(
 
 
 TEXTS = [{"prompt": "What is 1+1?"}, {"prompt": "What is 1+2?"}]
-REFUSED: dict[str, tuple[Any, str, str]] = {
-    "train_dataset": ([], "is empty", "train_dataset"),
-    "train_dataset ": (TEXTS, "are texts", "train_dataset"),
-    "train_dataset  ": (None, "required", "train_dataset"),
-    "reward_funcs": (7, "not a reward", "reward_fn"),
-    "args.reward_weights": ([1.0, 2.0], "there are 1 reward functions", "reward_weights"),
-    "args.output_dir": (Path("other"), "value: other", "output_dir"),
-    "args.num_generations": (5, "not a multiple of num_gen", "per_device_train_batch_size"),
-    "args.eval_strategy": ("steps", "nothing to evaluate on", "eval_strategy"),
+REFUSED: dict[str, tuple[Any, str, str | None]] = {
+    "train_dataset": ([], "train_dataset", "[]"),
+    "train_dataset ": (TEXTS, "train_dataset", None),
+    "train_dataset  ": (None, "train_dataset", None),
+    "reward_funcs": (7, "reward_fn", "7"),
+    "args.reward_weights": ([1.0, 2.0], "reward_weights", "[1.0, 2.0]"),
+    "args.output_dir": (Path("other"), "output_dir", "other"),
+    "args.num_generations": (5, "per_device_train_batch_size", "8"),
+    "args.eval_strategy": ("steps", "eval_strategy", "10"),
 }
 
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_wrong_assignments_are_refused(base_model: Path, tmp_path: Path, name: str) -> None:
-    value, words, field = REFUSED[name]
+    assigned, field, value = REFUSED[name]
     trainer = made(base_model, tmp_path)
     owner, _, attribute = name.strip().rpartition(".")
-    with pytest.raises(ConfigError, match=words) as caught:  # noqa: PT012
-        setattr(trainer.args if owner else trainer, attribute, value)
+    with raises(ConfigError, field=field, value=value):
+        setattr(trainer.args if owner else trainer, attribute, assigned)
         trainer.train()
-    assert caught.value.field == field

@@ -17,6 +17,7 @@ from learning.parking import Resident
 from learning.ranks import Ranks
 from services.engine.engine import Engine
 from services.engine.scheduler import Scheduler
+from tests.support.errors import raises
 from tests.support.paths import ROOT
 from trainer import train_in_process
 from trainer.algorithms.batch import Batch
@@ -188,22 +189,13 @@ def test_a_colocated_run_equals_a_separate_one(
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "field"),
     [
-        (
-            ("--trainer.max_staleness", "1"),
-            r"trainer\.max_staleness 1 .*rollout\.colocate.*set trainer\.max_staleness to 0",
-        ),
-        (
-            ("--trainer.weight_sync", "distributed"),
-            r"weight_sync distributed .*rollout\.colocate.*http or shared",
-        ),
-        (
-            ("--rollout.engine", "sglang", "--rollout.device", "cpu"),
-            r"rollout\.device cpu .*rollout\.engine embedded",
-        ),
+        (("--trainer.max_staleness", "1"), "trainer.max_staleness"),
+        (("--trainer.weight_sync", "distributed"), "trainer.weight_sync"),
+        (("--rollout.engine", "sglang", "--rollout.device", "cpu"), "rollout.device"),
     ],
 )
-def test_settings_that_cannot_take_turns_are_refused(words: tuple[str, ...], told: str) -> None:
-    with pytest.raises(ConfigError, match=told):
+def test_settings_that_cannot_take_turns_are_refused(words: tuple[str, ...], field: str) -> None:
+    with raises(ConfigError, field=field):
         load(["--rollout.colocate", "true", *words], {})

@@ -11,6 +11,7 @@ import pytest
 
 from common.errors import ConfigError
 from common.wire.schemas import Prompt
+from tests.support.errors import raises
 from trainer.api.datasets import as_held_out, as_prompts
 
 
@@ -77,9 +78,8 @@ def test_a_hugging_face_dataset() -> None:
         *("1+1?", "1002"),
         {"question": "1+1?", "answer": "#### 1,002", "hint": "add"},
     )
-    with pytest.raises(ConfigError, match=r"DatasetDict.*train") as caught:
+    with raises(ConfigError, field="train_dataset"):
         as_prompts(datasets.DatasetDict({"train": data}), "train_dataset")
-    assert caught.value.field == "train_dataset"
 
 
 def test_anything_that_yields_rows() -> None:

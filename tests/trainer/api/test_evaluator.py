@@ -23,7 +23,7 @@ from transformers import AutoTokenizer
 
 from common.clients.base import Unreachable
 from common.clients.rollout import GenerationFailed
-from common.errors import ConfigError
+from common.errors import ConfigError, shorten
 from common.wire.schemas import Prompt
 from services.data.tiny import problems
 from tests.support.engines.engines import engine_process
@@ -223,10 +223,7 @@ def test_a_model_whose_context_is_short_writes_less(
     results = ModelEvaluator(base_model, max_new_tokens=100_000).evaluate(test_data[:2], reward)
     assert results["num_samples"] == 2
     long = [{"prompt": "apples and eggs " * 200, "answer": 1}]
-    with pytest.raises(
-        ConfigError,
-        match=r"the problem dataset-0 has \d+ tokens, and the model's context has only 512",
-    ):
+    with raises(ConfigError, field="dataset", value=shorten(long[0]["prompt"])):
         ModelEvaluator(base_model).evaluate(long, reward)
 
 
@@ -353,30 +350,26 @@ def test_an_empty_data_set_is_an_error(base_model: Path, reward: MathRewardFunct
 
 
 @pytest.mark.parametrize(
-    ("model", "arguments", "message"),
+    ("model", "arguments", "field"),
     [
-        ("m", {"max_new_tokens": 0}, r"field: max_new_tokens.*value: 0"),
-        ("m", {"temperature": 0}, r"field: temperature.*value: 0.*greater than 0"),
-        ("m", {"api_key": "x"}, r"a local model has no api_key"),
-        ("m", {"tokenizer": "x"}, r"a local model has no tokenizer"),
-        (
-            "http://h",
-            {"tokenizer": "x", "model_id": "y"},
-            r"SGLang's native call cannot select a model_id",
-        ),
+        ("m", {"max_new_tokens": 0}, "max_new_tokens"),
+        ("m", {"temperature": 0}, "temperature"),
+        ("m", {"api_key": "x"}, "api_key"),
+        ("m", {"tokenizer": "x"}, "tokenizer"),
+        ("http://h", {"tokenizer": "x", "model_id": "y"}, "tokenizer"),
     ],
 )
 def test_arguments_that_do_not_fit_are_refused(
-    model: str, arguments: dict[str, Any], message: str
+    model: str, arguments: dict[str, Any], field: str
 ) -> None:
-    with pytest.raises(ConfigError, match=message):
+    with raises(ConfigError, field=field):
         ModelEvaluator(model, **arguments)
 
 
 def test_a_missing_model_is_refused(
     tmp_path: Path, test_data: list[Prompt], reward: MathRewardFunction
 ) -> None:
-    with pytest.raises(ConfigError, match=r"no such directory.*nothing"):
+    with raises(ConfigError, value=str(tmp_path / "nothing")):
         ModelEvaluator(tmp_path / "nothing").evaluate(test_data, reward)
 
 
@@ -390,8 +383,9 @@ def test_a_model_that_lacks_a_layer_is_no_model_with_an_accuracy_of_0(
     tensors = load_file(base_model / "model.safetensors")
     kept = {name: tensor for name, tensor in tensors.items() if ".layers.1." not in name}
     save_file(kept, incomplete / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(ConfigError, match=r"lack 12 tensors.*field: model\.name"):
+    with raises(ConfigError, field="model.name", value=str(incomplete)) as caught:
         ModelEvaluator(incomplete, progress=False).evaluate(test_data, reward)
+    assert "model.layers.1." in caught.value.message
 
 
 def test_a_model_of_the_hub(

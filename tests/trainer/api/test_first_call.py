@@ -11,6 +11,7 @@ import pytest
 
 from common.errors import ConfigError
 from services.reward.functions.base import DetailedRewardFunction, Message, RewardFunction, Score
+from tests.support.errors import raises
 from trainer import OnlineRLTrainer, TrainerConfig
 from trainer.evaluation.results import compare_evaluations
 from trainer.observe.run_dir import read_lines
@@ -163,7 +164,7 @@ def test_rewards_that_are_not_verdicts_have_no_accuracy_anywhere(
     )
     assert (measured["mean_reward"], {measured[name] for name in names}) == (8.5, {None})  # type: ignore[literal-required]
     assert measured["correct"] == [None, None]
-    with pytest.raises(ConfigError, match="its rewards do not tell whether an answer is right"):
+    with raises(ConfigError, field="first"):
         compare_evaluations(measured, measured)
 
 

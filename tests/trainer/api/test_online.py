@@ -220,17 +220,13 @@ def test_max_prompt_length_and_max_new_tokens(run: Run, base_model: Path) -> Non
         for p in tiny(8)
     )
     run(max_prompt_length=longest, max_steps=1)
-    with pytest.raises(
-        ConfigError,
-        match=rf"has {longest} tokens.*field: max_prompt_length.*value: {longest - 1}.*raise it",
-    ):
+    with raises(ConfigError, field="max_prompt_length", value=str(longest - 1)) as refused:
         run(max_prompt_length=longest - 1)
+    assert f"has {longest} tokens" in refused.value.message
     room = 512 - longest
-    with pytest.raises(
-        ConfigError,
-        match=rf"context has only 512.*field: max_new_tokens.*remedy: lower it to {room}",
-    ):
+    with raises(ConfigError, field="max_new_tokens", value=str(room + 1)) as refused:
         run(max_new_tokens=room + 1)
+    assert f"lower it to {room}" in str(refused.value.remedy)
     with pytest.raises(ConfigError) as refused:
         run(system_prompt="1 + " * 300, max_prompt_length=4096)
     assert "context has only 512" in str(refused.value)

@@ -13,6 +13,7 @@ import pytest
 from common.errors import ConfigError
 from common.wire.schemas import Prompt
 from services.data.tiny import problems
+from tests.support.errors import raises
 from trainer import MathRewardFunction, ModelEvaluator, OnlineRLTrainer, TrainerConfig
 from trainer.cli.evaluate_model import main
 
@@ -120,6 +121,6 @@ def test_some_settings_need_the_tokenizer_of_a_chat_server(name: str) -> None:
         "sampling.prefill": "So",
         "model.chat_template": "{{ messages }}",
     }[name]
-    with pytest.raises(ConfigError, match="give the tokenizer of its model"):
+    with raises(ConfigError, field="settings", value=str({name: value})):
         ModelEvaluator("http://127.0.0.1:1", settings={name: value})
     ModelEvaluator("http://127.0.0.1:1", tokenizer="somewhere", settings={name: value})

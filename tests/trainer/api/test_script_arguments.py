@@ -10,6 +10,7 @@ from transformers import HfArgumentParser
 
 import rlhf_math
 from common.errors import ConfigError
+from tests.support.errors import raises
 from trainer import (
     GRPOConfig,
     GRPOTrainer,
@@ -38,19 +39,23 @@ def test_arguments_override_those_of_the_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("words", "field", "value"),
     [
-        (["--learning_rat", "1"], "no such argument.*--learning_rat.*did you mean learning_rate"),
-        (["--load_in_4bit"], "trained are float32.*field: load_in_4bit"),
-        (["--lora_r", "many"], "field: --lora_r.*value: many"),
-        (["--repetition_penalty", "1.5"], "field: repetition_penalty"),
-        (["7"], "field: arguments.*value: 7"),
-        (["--lora_r", "x", "--beta", "y", "--lora_x", "1"], "3 arguments are wrong"),
+        (["--learning_rat", "1"], "--learning_rat", "1"),
+        (["--load_in_4bit"], "load_in_4bit", "True"),
+        (["--lora_r", "many"], "--lora_r", "many"),
+        (["--repetition_penalty", "1.5"], "repetition_penalty", "1.5"),
+        (["7"], "arguments", "7"),
+        (["--lora_r", "x", "--beta", "y", "--lora_x", "1"], "beta, --lora_r, --lora_x", None),
     ],
 )
-def test_arguments_that_nothing_reads_are_refused(words: list[str], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
+def test_arguments_that_nothing_reads_are_refused(
+    words: list[str], field: str, value: str | None
+) -> None:
+    with raises(ConfigError, field=field, value=value) as caught:
         TrlParser((GRPOConfig, ModelConfig)).parse_args_and_config(words)
+    if field == "--learning_rat":
+        assert "did you mean learning_rate?" in str(caught.value.remedy)
 
 
 @pytest.mark.parametrize(
@@ -134,7 +139,7 @@ def test_replaced_settings_are_all_settings() -> None:
 
 @pytest.mark.parametrize("kind", [GRPOConfig, RLOOConfig, Further])
 def test_the_parser_of_transformers_is_refused_with_the_one_that_works(kind: Any) -> None:
-    with pytest.raises(ConfigError, match="use TrlParser"):
+    with raises(ConfigError, field=kind.__name__):
         HfArgumentParser((ScriptArguments, kind))
 
 

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from common.errors import ConfigError
+from tests.support.errors import raises
 from trainer.api.grpo import GRPOConfig
 from trainer.api.refusals import with_names
 from trainer.api.settings import TrainerConfig
@@ -26,38 +27,44 @@ def test_the_defaults_are_those_that_the_docs_promise() -> None:
 
 
 @pytest.mark.parametrize(
-    ("fields", "message"),
+    ("fields", "field", "value"),
     [
-        ({"betta": 0.1}, r"no field betta.*remedy: did you mean beta"),
-        ({"learning_rat": 1}, r"no field learning_rat.*did you mean learning_rate\\?"),
+        ({"betta": 0.1}, "betta", "0.1"),
+        ({"learning_rat": 1}, "learning_rat", "1"),
         (
             {"learning_rate": -1},
-            r"field: learning_rate.*value: -1.*remedy: give a value that is greater than 0",
+            "learning_rate",
+            "-1",
         ),
-        ({"trainer_type": "dpo"}, r"field: trainer_type.*value: dpo.*use grpo, dr_grpo, dapo"),
-        ({"max_steps": 0}, r"field: max_steps.*value: 0"),
+        ({"trainer_type": "dpo"}, "trainer_type", "dpo"),
+        ({"max_steps": 0}, "max_steps", "0"),
         (
             {"num_generations": 1},
-            r"raise sampling\.group_size.*sampling\.group_size is num_generations here",
+            "algorithm.advantage",
+            None,
         ),
         (
             {"num_generations": 5},
-            r"= 32 answers a step are not a multiple of num_generations = 5.*change one of these three",
+            "per_device_train_batch_size",
+            "8",
         ),
         (
             {"save_steps": -1},
-            r"a whole number of steps, or a share.*field: save_steps · value: -1 ",
+            "save_steps",
+            "-1",
         ),
         (
             {"eval_steps": -3},
-            r"a whole number of steps, or a share.*field: eval_steps · value: -3 ",
+            "eval_steps",
+            "-3",
         ),
-        ({"critic_learning_rate": 1e-4}, r"grpo has no critic.*field: critic_learning_rate"),
+        ({"critic_learning_rate": 1e-4}, "critic_learning_rate", "0.0001"),
         (
             {"kl_coef": 0, "ref_model_name_or_path": "x"},
-            r"model\.reference is set but not read.*field: ref_model_name_or_path",
+            "ref_model_name_or_path",
+            None,
         ),
-        ({"bf16": True}, r"computed in float32.*field: bf16.*remedy: set use_gpu, or"),
+        ({"bf16": True}, "bf16", "True"),
         (
             {
                 "trainer_type": "ppo",
@@ -65,43 +72,51 @@ def test_the_defaults_are_those_that_the_docs_promise() -> None:
                 "per_device_train_batch_size": 1,
                 "gradient_accumulation_steps": 1,
             },
-            r"algorithm.mini_batches 2 is more than the 1 completions",
+            "algorithm.mini_batches",
+            None,
         ),
         (
             {"settings": {"seed": 1}},
-            r"seed is derived from the other fields.*field: settings.*set seed of TrainerConfig",
+            'settings["seed"]',
+            "1",
         ),
         (
             {"settings": {"sampling.system_prompt": "Be brief."}},
-            r"derived from the other fields.*set system_prompt of TrainerConfig",
+            'settings["sampling.system_prompt"]',
+            "Be brief.",
         ),
         (
             {"settings": {"rollout.max_context_tokens": 256}},
-            r"derived from the other fields.*set max_prompt_length of TrainerConfig",
+            'settings["rollout.max_context_tokens"]',
+            "256",
         ),
         (
             {"settings": {"optimizer": {"max_grad_norm": 1}}},
-            r"optimizer is a section.*write \{'optimizer\.name': value\}",
+            'settings["optimizer"]',
+            "{'max_grad_norm': 1}",
         ),
         (
             {"settings": {"data.source": "tiny"}},
-            r"data\.source does not apply to a run in one process with your own data",
+            'settings["data.source"]',
+            "tiny",
         ),
         (
             {"settings": {"reward.functions": ["math"]}},
-            r"reward\.functions does not apply to a run.*field: settings",
+            'settings["reward.functions"]',
+            "['math']",
         ),
-        ({"settings": {"rollout.router_port": 1}}, r"rollout\.router_port does not apply to a run"),
-        ({"settings": {"trainer.port": 1}}, r"trainer\.port does not apply to a run"),
-        ({"settings": {"trainer.nope": 1}}, r"there is no setting trainer\.nope"),
-        ({"settings": {"algorithm.gamma": 0.9}}, r"algorithm\.gamma is set but not read"),
+        ({"settings": {"rollout.router_port": 1}}, 'settings["rollout.router_port"]', "1"),
+        ({"settings": {"trainer.port": 1}}, 'settings["trainer.port"]', "1"),
+        ({"settings": {"trainer.nope": 1}}, "trainer.nope", "1"),
+        ({"settings": {"algorithm.gamma": 0.9}}, "algorithm.gamma", None),
     ],
 )
 def test_invalid_settings_are_refused_with_field_value_and_remedy(
-    fields: dict[str, Any], message: str
+    fields: dict[str, Any], field: str, value: str | None
 ) -> None:
-    with pytest.raises(ConfigError, match=message):
+    with raises(ConfigError, field=field, value=value) as caught:
         TrainerConfig(**fields)
+    assert caught.value.remedy
 
 
 def test_an_error_has_the_name_of_its_field_and_says_what_other_settings_are() -> None:

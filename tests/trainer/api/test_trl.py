@@ -419,50 +419,59 @@ def test_all_trackers_are_those_that_are_installed() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("given", "field", "value"),
     [
-        ({"beta": 0.1, "kl_coef": 0.2}, r"kl_coef has another value.*field: beta"),
-        ({"loss_type": "vespo"}, r"no such loss.*field: loss_type.*use grpo, bnpo"),
-        ({"loss_type": "cispo", "epsilon_high": 0.2}, r"invalid value.*field: epsilon_high"),
+        ({"beta": 0.1, "kl_coef": 0.2}, "beta", "0.1"),
+        ({"loss_type": "vespo"}, "loss_type", "vespo"),
+        ({"loss_type": "cispo", "epsilon_high": 0.2}, "epsilon_high", "-0.8"),
         (
             {"loss_type": "gdpo", "trainer_type": "rloo"},
-            r"a way to compute advantages, and trainer_type is rloo",
+            "loss_type",
+            "gdpo",
         ),
-        ({"loss_type": "sapo", "clip_range": 0.1}, r"clip_range is set but not read|not read"),
-        ({"scale_rewards": "batch"}, r"there is no batch here: use one of 'group'.*scale_rewards"),
-        ({"eval_strategy": "best"}, r"there is no best here.*'steps', 'no', 'epoch'"),
-        ({"shuffle_dataset": False}, r"shuffle_dataset: there is no False here"),
+        ({"loss_type": "sapo", "clip_range": 0.1}, "clip_range", None),
+        ({"scale_rewards": "batch"}, "scale_rewards", "batch"),
+        ({"eval_strategy": "best"}, "eval_strategy", "best"),
+        ({"shuffle_dataset": False}, "shuffle_dataset", "False"),
         (
             {"lr_scheduler_type": "cosine", "lr_scheduler_kwargs": {"power": 2}},
-            r"has power, which cosine does not read.*field: lr_scheduler_kwargs",
+            "lr_scheduler_kwargs",
+            None,
         ),
-        ({"optim": "adafactor"}, r"optim: the optimiser is AdamW"),
-        ({"model_init_kwargs": {"revision": "v2"}}, r"load.* with revision"),
+        ({"optim": "adafactor"}, "optim", "adafactor"),
+        ({"model_init_kwargs": {"revision": "v2"}}, "model_init_kwargs", "{'revision': 'v2'}"),
         (
             {"generation_kwargs": {"num_beams": 4}},
-            r"without penalties: there is no num_beams=4, but.*field: generation_kwargs",
+            "generation_kwargs",
+            "{'num_beams': 4}",
         ),
         (
             {"loss_type": "bnpo"},
-            r"not by the batch.*field: loss_type.*gradient_accumulation_steps=1.*loss_type='dapo'",
+            "loss_type",
+            "bnpo",
         ),
         (
             {"loss_type": "luspo"},
-            r"whole answers.*field: loss_type.*set importance_sampling_level='sequence'",
+            "loss_type",
+            "luspo",
         ),
         (
             {"activation_checkpointing": True, "gradient_checkpointing": False},
-            r"gradient_checkpointing has another value",
+            "activation_checkpointing",
+            "True",
         ),
-        ({"eval_strategy": "steps", "eval_steps": 2.5}, r"whole number of steps.*eval_steps"),
-        ({"generation_kwargs": "stop"}, r"the value is not valid.*field: generation_kwargs"),
-        ({"reward_weight": [1]}, r"no field reward_weight.*did you mean reward_weights"),
-        ({"top_p": 0}, r"field: top_p"),
+        ({"eval_strategy": "steps", "eval_steps": 2.5}, "eval_steps", "2.5"),
+        ({"generation_kwargs": "stop"}, "generation_kwargs", "stop"),
+        ({"reward_weight": [1]}, "reward_weight", "[1]"),
+        ({"top_p": 0}, "top_p", "0"),
     ],
 )
-def test_contradictory_or_unknown_values_are_refused(given: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
+def test_contradictory_or_unknown_values_are_refused(
+    given: dict[str, Any], field: str, value: str | None
+) -> None:
+    with raises(ConfigError, field=field, value=value) as caught:
         TrainerConfig(**given)
+    assert caught.value.remedy
 
 
 def test_arguments_are_read_and_set_by_the_names_of_trl() -> None:
@@ -552,12 +561,12 @@ def test_an_adamw_gives_its_settings_and_others_are_refused() -> None:
     }
     assert optimizer_settings((None, None)) == {}
     schedule = torch.optim.lr_scheduler.LambdaLR(torch.optim.AdamW(weight), lambda step: 1.0)
-    for optimizers, message in [
-        ((torch.optim.SGD(weight), None), "makes its own AdamW.*value: SGD"),
-        ((torch.optim.AdamW(weight, amsgrad=True), None), "value: AdamW {'amsgrad': True}"),
-        ((None, schedule), "field: optimizers.*value: LambdaLR"),
+    for optimizers, value in [
+        ((torch.optim.SGD(weight), None), "SGD {'eps': None, 'amsgrad': None}"),
+        ((torch.optim.AdamW(weight, amsgrad=True), None), "AdamW {'amsgrad': True}"),
+        ((None, schedule), "LambdaLR"),
     ]:
-        with pytest.raises(ConfigError, match=message):
+        with raises(ConfigError, field="optimizers", value=value):
             optimizer_settings(optimizers)
 
 

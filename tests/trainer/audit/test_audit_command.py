@@ -401,7 +401,7 @@ def test_what_cannot_be_executed_has_no_certificate(
     monkeypatch.setattr(certify, "AuditRecord", lambda given: SimpleNamespace(last_step=2))
     monkeypatch.setattr(certify, "newest", lambda folder: None)
     output = tmp_path / "file"
-    with pytest.raises(ConfigError, match="no complete checkpoint"):
+    with raises(ConfigError, field="trainer.run_dir"):
         certify.certify(tmp_path, "a", 1, output=output, more=[])
     monkeypatch.setattr(certify, "newest", lambda folder: tmp_path / "step_000002")
     monkeypatch.setattr(subprocess, "run", lambda words, check: None)

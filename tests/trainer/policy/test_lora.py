@@ -195,23 +195,14 @@ def test_a_missing_layer_is_refused_with_the_existing_ones(lora: Config) -> None
 
 
 @pytest.mark.parametrize(
-    ("words", "named"),
+    ("words", "field"),
     [
-        (["--lora.alpha", "8"], r"lora\.alpha is set but not read, since lora\.rank is 0"),
-        (["--lora.publish", "merged"], r"lora\.publish is set but not read"),
-        (
-            ["--lora.rank", "4", "--trainer.weight_sync", "distributed"],
-            r"weight_sync distributed.*lora\.publish adapter is not one.*set lora\.publish merged, or trainer\.weight_sync http",
-        ),
-        (
-            ["--lora.rank", "4", "--lora.target_modules", "q_proj"],
-            r"has q_proj without v_proj, and SGLang",
-        ),
-        (["--lora.rank", "4", "--lora.target_modules", "k_proj"], r"has k_proj without q_proj"),
-        (
-            ["--lora.rank", "4", "--lora.target_modules", "up_proj"],
-            r"has up_proj without gate_proj.*lora\.publish merged",
-        ),
+        (["--lora.alpha", "8"], "lora.alpha"),
+        (["--lora.publish", "merged"], "lora.publish"),
+        (["--lora.rank", "4", "--trainer.weight_sync", "distributed"], "trainer.weight_sync"),
+        (["--lora.rank", "4", "--lora.target_modules", "q_proj"], "lora.target_modules"),
+        (["--lora.rank", "4", "--lora.target_modules", "k_proj"], "lora.target_modules"),
+        (["--lora.rank", "4", "--lora.target_modules", "up_proj"], "lora.target_modules"),
         (
             [
                 "--lora.rank",
@@ -221,7 +212,7 @@ def test_a_missing_layer_is_refused_with_the_existing_ones(lora: Config) -> None
                 "--algorithm.reference_refresh",
                 "2",
             ],
-            r"reference_refresh 2 with lora\.rank",
+            "algorithm.reference_refresh",
         ),
         (
             [
@@ -232,12 +223,12 @@ def test_a_missing_layer_is_refused_with_the_existing_ones(lora: Config) -> None
                 "--parallel.offload_reference",
                 "true",
             ],
-            r"offload_reference is set",
+            "parallel.offload_reference",
         ),
     ],
 )
-def test_conflicting_settings_are_refused(words: list[str], named: str) -> None:
-    with pytest.raises(ConfigError, match=named):
+def test_conflicting_settings_are_refused(words: list[str], field: str) -> None:
+    with raises(ConfigError, field=field):
         load(words, {})
 
 
@@ -346,7 +337,7 @@ def test_a_resumed_run_goes_on_as_an_unbroken_one(
         ("--lora.target_modules", "q_proj"),
         ("--lora.rank", "0"),
     ):
-        with pytest.raises(ConfigError, match=r"the checkpoint.*checkpoint\.resume false"):
+        with raises(ConfigError, field=words[0].removeprefix("--")):
             run(settings(*words, directory=tmp_path / "broken"))
 
 

@@ -15,6 +15,7 @@ from common.settings.config import Config, load
 from learning.ranks import Ranks
 from tests.support.batches.groups import save
 from tests.support.batches.sharding import One, run_cases
+from tests.support.errors import raises
 from tests.support.workers.sharded_policies import learned
 from trainer.policy.checkpoint import newest
 from trainer.policy.policy import Policy
@@ -121,7 +122,6 @@ def test_a_damaged_adapter_is_refused_by_name(policy_dir: Path, tmp_path: Path) 
     path = save(Policy(config, Ranks()), tmp_path / "checkpoints")
     file = path / "adapter_model.safetensors"
     file.write_bytes(bytes(file.stat().st_size))
-    with pytest.raises(
-        ConfigError, match=r"cannot be used.*adapter_model\.safetensors has changed.*remedy"
-    ):
+    with raises(ConfigError, code="checkpoint_changed", value=str(path)) as caught:
         Policy.resume(config, Ranks(), tmp_path)
+    assert file.name in caught.value.message

@@ -1,7 +1,6 @@
 """An adapter whose tensors are not those that its model has room for is refused wherever a model is
 loaded, instead of the base model being taken for it."""
 
-import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +17,7 @@ from common.settings.config import from_mapping
 from common.settings.sections import ModelSection
 from learning.ranks import Ranks
 from services.engine.model import Model
+from tests.support.errors import raises
 from trainer import ModelEvaluator
 from trainer.cli import export
 from trainer.policy.scorer import load_model
@@ -79,10 +79,10 @@ def of_other_layers(base: Path, directory: Path) -> Path:
 
 
 UNFIT = {
-    "fits no layer": (changed(renamed), "does not fit its model.*such as base_model"),
-    "fits half the layers": (changed(of_the_first_layer), "does not fit its model"),
-    "of a deeper model": (of_a_deeper_model, "does not fit its model.*layers.2"),
-    "of other layers": (of_other_layers, "the adapter cannot be loaded"),
+    "fits no layer": changed(renamed),
+    "fits half the layers": changed(of_the_first_layer),
+    "of a deeper model": of_a_deeper_model,
+    "of other layers": of_other_layers,
 }
 
 
@@ -90,15 +90,14 @@ UNFIT = {
 def test_an_adapter_that_does_not_fit_is_refused(
     name: str, policy_dir: Path, tmp_path: Path
 ) -> None:
-    write, message = UNFIT[name]
-    directory = write(policy_dir, tmp_path / "adapter")
-    place = re.escape(str(directory))
-    with pytest.raises(ConfigError, match=f"{message}.*model.name.*{place}.*remedy"):
-        load_model(ModelSection(name=str(directory)))
-    with pytest.raises(ConfigError, match=f"{message}.*CHECKPOINT.*{place}.*remedy"):
-        export.main([str(directory), str(tmp_path / "out")])
+    directory = UNFIT[name](policy_dir, tmp_path / "adapter")
+    place = str(directory)
+    with raises(ConfigError, field="model.name", value=place):
+        load_model(ModelSection(name=place))
+    with raises(ConfigError, field="CHECKPOINT", value=place):
+        export.main([place, str(tmp_path / "out")])
     assert not (tmp_path / "out").exists()
-    with pytest.raises(ConfigError, match=message):
+    with raises(ConfigError, field="model.name", value=place):
         ModelEvaluator(directory, max_new_tokens=2).evaluate(
             [{"question": "How many?", "answer": "1"}], lambda completions, **_: [0.0]
         )
@@ -118,12 +117,13 @@ def test_a_directory_with_a_model_and_an_adapter_is_refused(
     directory = tmp_path / "both"
     shutil.copytree(policy_dir, directory)
     own(policy_dir, directory)
-    with pytest.raises(ConfigError, match=r"both a whole model and an adapter.*remove the one"):
-        load_model(ModelSection(name=str(directory)))
-    with pytest.raises(ConfigError, match=r"both a whole model and an adapter.*remove the one"):
-        export.main([str(directory), str(tmp_path / "out")])
-    with pytest.raises(ConfigError, match=r"both a whole model and an adapter.*--model-path"):
+    place = str(directory)
+    with raises(ConfigError, field="model.name", value=place):
+        load_model(ModelSection(name=place))
+    with raises(ConfigError, field="CHECKPOINT", value=place):
+        export.main([place, str(tmp_path / "out")])
+    with raises(ConfigError, field="--model-path", value=place):
         Model(directory, 64)
-    section = {"algorithm.name": "ppo", "critic.model": str(directory)}
-    with pytest.raises(ConfigError, match=r"both a whole model and an adapter.*critic\.model"):
+    section = {"algorithm.name": "ppo", "critic.model": place}
+    with raises(ConfigError, field="critic.model", value=place):
         load_value_model(from_mapping(section), Ranks())

@@ -195,9 +195,7 @@ def test_another_tokenizer_is_refused_at_the_start(
     served, url = serve(model_dir)
     own = served.engine.scheduler.model.tokenizer
     checked(settings_of(url + form), own)
-    with pytest.raises(
-        ConfigError, match=r"tokenizer differs.*there and .* here.*field: teacher\.url"
-    ) as caught:
+    with raises(ConfigError, field="teacher.url") as caught:
         checked(settings_of(url + form), Model(policy_dir, 256).tokenizer)
     assert "model.name" in (caught.value.remedy or "")
 
@@ -216,7 +214,7 @@ def test_swapped_tokens_of_one_vocabulary_are_another_tokenizer(
     _, url = serve(other)
     own = Model(model_dir, 256).tokenizer
     for form in ("", "/v1"):
-        with pytest.raises(ConfigError, match="tokenizer differs"):
+        with raises(ConfigError, field="teacher.url"):
             checked(settings_of(url + form), own)
 
 
@@ -380,7 +378,7 @@ def test_a_resumed_run_with_a_teacher_goes_on_as_an_unbroken_one(
     for a, b in zip(lines(unbroken), lines(resumed), strict=True):
         assert a["reward"] == b["reward"]
         assert a["update"] == pytest.approx(b["update"], abs=1e-4)
-    with pytest.raises(ConfigError, match=r"teacher\.url"):
+    with raises(ConfigError, field="teacher.url"):
         run("broken", "--trainer.max_steps", "5")
 
 
@@ -452,9 +450,7 @@ def test_an_app_that_is_no_teacher_is_refused(model_dir: Path) -> None:
         return {"text": "hello"}
 
     server = BackgroundServer(app, "127.0.0.1", 0)
-    own, reason = (
-        Model(model_dir, 256).tokenizer,
-        r"does not return log-probabilities of a prompt.*teacher\.url",
-    )
-    with server, pytest.raises(ConfigError, match=reason):
-        checked(settings_of(f"http://127.0.0.1:{server.port}"), own)
+    own = Model(model_dir, 256).tokenizer
+    url = f"http://127.0.0.1:{server.port}"
+    with server, raises(ConfigError, field="teacher.url", value=url):
+        checked(settings_of(url), own)

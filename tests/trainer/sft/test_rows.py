@@ -12,6 +12,7 @@ from common.prompts.prompter import Prompter, PromptStyle
 from common.wire.codec import decode, encode
 from common.wire.schemas import Prompt
 from services.data.sft_examples import answered, example
+from tests.support.errors import raises
 from tests.support.models.families import FAMILIES
 from trainer.sft.rows import Batches, Encoder, TrainingSequence
 
@@ -100,7 +101,7 @@ def test_a_base_model_gets_the_text_as_it_is(tokenizer: Any) -> None:
     assert texts(tokenizer, row) == (f"Question: 1\nAnswer: #### 1{END}", [f" #### 1{END}"])
     messages = [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}]
     for refused in (chat("a", "b", "c", "d"), example("row", messages, is_chat=True)):
-        with pytest.raises(ConfigError, match="but the model has no chat template"):
+        with raises(ConfigError, field="model.chat_template"):
             encoder(tokenizer).rows(refused)
 
 
@@ -139,8 +140,9 @@ def test_nothing_after_the_end_of_an_answer_is_learned(tmp_path: Path, content: 
 
 def test_a_chat_that_the_template_refuses_is_named(tokenizer: Any) -> None:
     tokenizer.chat_template = "{{ raise_exception('no system, please') }}"
-    with pytest.raises(ConfigError, match="the messages system, user: no system, please"):
+    with raises(ConfigError, field="model.chat_template") as caught:
         encoder(tokenizer).rows(chat("a", "1", system="S"))
+    assert "no system, please" in caught.value.message
 
 
 def test_a_token_never_joins_prompt_and_answer(tokenizer: Any) -> None:
@@ -161,16 +163,13 @@ def test_a_token_never_joins_prompt_and_answer(tokenizer: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"context": 8}, "row has .* tokens with its answer, .* context has only 8"),
-        ({"vocabulary": 9}, "the model has only 9"),
-    ],
+    ("settings", "field"),
+    [({"context": 8}, "data.source"), ({"vocabulary": 9}, "model.name")],
 )
 def test_rows_that_the_model_cannot_read_are_refused(
-    tokenizer: Any, settings: dict[str, Any], message: str
+    tokenizer: Any, settings: dict[str, Any], field: str
 ) -> None:
-    with pytest.raises(ConfigError, match=message):
+    with raises(ConfigError, field=field):
         encoder(tokenizer, **settings).rows(answered("row", "How many apples?", "#### 12"))
 
 
@@ -239,12 +238,12 @@ def test_calls_of_tools_are_learned_and_their_results_are_not(tokenizer: Any) ->
 
 def test_a_template_that_drops_calls_or_tools_is_refused(tokenizer: Any) -> None:
     tokenizer.chat_template = TOOLS.replace("m.get('tool_calls', [])", "[]")
-    with pytest.raises(ConfigError, match="chat template does not write tool calls"):
+    with raises(ConfigError, field="model.chat_template"):
         encoder(tokenizer).rows(example("row", CALLING, tools=[SCHEMA]))
     tokenizer.chat_template = TOOLS.replace("tools | tojson", "1").replace("if tools", "if false")
     with pytest.raises(ConfigError) as caught:
         encoder(tokenizer).rows(example("row", CALLING, tools=[SCHEMA]))
     assert caught.value.field == "sampling.chat_template_kwargs"
     tokenizer.chat_template = None
-    with pytest.raises(ConfigError, match="chat template"):
+    with raises(ConfigError, field="model.chat_template"):
         encoder(tokenizer).rows(example("row", CALLING[:2]))
