@@ -93,10 +93,10 @@ class Critic(ValueFunction):
         self._ranks = ranks
         self.step = 0
         saved = ranks.broadcast(saved)
-        # The same decisions about memory as for the policy beside it.
-        with_decisions = fitted(config, ranks, config.model.name)
-        self._pass_settings = with_decisions.trainer
-        self.model = load_value_model(with_decisions, ranks, saved)
+        # With the same decisions about memory as the policy beside it.
+        fitting = fitted(config, ranks, config.model.name)
+        self._pass_settings = fitting.trainer
+        self.model = load_value_model(fitting, ranks, saved)
         self.optimizer = Optimizer(self.model.module, config.optimizer, "critic.learning_rate")
         if saved is not None:
             self._restore(saved)

@@ -256,8 +256,7 @@ def _in_kernel(decoder: nn.Module, name: str) -> bool:
 
 def decoder_name(model: Any) -> str:
     """Returns the name of the decoder among the modules of the model."""
-    decoder = model.get_decoder()
-    return str(next(name for name, module in model.named_modules() if module is decoder))
+    return _name_of(model.get_decoder(), model)
 
 
 def _names_experts(name: str, model: Any) -> bool:
@@ -283,8 +282,11 @@ def adapter_tensors(model: Any) -> Iterator[tuple[str, Tensor]]:
 
 def head_name(model: Any) -> str:
     """Returns the name of the head among the modules of the model."""
-    head = model.get_output_embeddings()
-    return str(next(name for name, module in model.named_modules() if module is head))
+    return _name_of(model.get_output_embeddings(), model)
+
+
+def _name_of(part: nn.Module, model: Any) -> str:
+    return str(next(name for name, module in model.named_modules() if module is part))
 
 
 def placing(model: Any) -> Callable[[str], str]:

@@ -35,13 +35,14 @@ class Reference:
         if self._config.lora.rank and not model.reference:
             return BaseScorer(policy.scorer)
 
+        # A refreshed reference is in the checkpoint.
         saved = directory / "reference" if directory else None
-        directory = self._ranks.broadcast(saved if saved and saved.exists() else None)
+        refreshed = self._ranks.broadcast(saved if saved and saved.exists() else None)
         scorer: Scorer = load_scorer(
             model.model_copy(update={"name": model.reference or model.name}),
             self._ranks,
             self._config,
-            path=directory,
+            path=refreshed,
             trained=False,
             max_tokens=self._config.rollout.context_bound,
         ).eval()

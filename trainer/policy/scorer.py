@@ -183,8 +183,9 @@ def load_scorer(
     except (OSError, ValueError) as error:
         raise cannot_load("model", pretrained.source, error) from None
     assert isinstance(scorer, Scorer)
-    with scorer.routers.recording() if scorer.routers else nullcontext():  # which checks them
-        rates = _checked(
+    # Recording refuses routers whose choices cannot be recorded.
+    with scorer.routers.recording() if scorer.routers else nullcontext():
+        rates = _check_independence(
             scorer,
             ranks,
             config.trainer,
@@ -196,7 +197,7 @@ def load_scorer(
     return scorer if trained else scorer.requires_grad_(False)
 
 
-def _checked(
+def _check_independence(
     scorer: "Scorer",
     ranks: Ranks,
     settings: TrainerSection,

@@ -68,13 +68,21 @@ class UpdateMetrics:
         )
 
 
-_NAMES = (
-    *("loss", "tokens", "clipped", "ratio", "kl_old", "kl_reference", "entropy"),
-    # Of tokens that were scored before the first update.
-    *("first", "delta", "current", "delta_current", "gap_current", "likelier", "likelier_square"),
-    *("kl_rollout", "weight", "weight_square"),
-    *("passes", "full_passes"),
-)
+_OF_UPDATES = ["loss", "tokens", "clipped", "ratio", "kl_old", "kl_reference", "entropy"]
+_OF_COMPARISON = [
+    "first",
+    "delta",
+    "current",
+    "delta_current",
+    "gap_current",
+    "likelier",
+    "likelier_square",
+    "kl_rollout",
+    "weight",
+    "weight_square",
+]
+"""Of the tokens that were scored before the first update; `first` is their number."""
+_NAMES = [*_OF_UPDATES, *_OF_COMPARISON, "passes", "full_passes"]
 
 
 class Sums:

@@ -1,6 +1,5 @@
 """The value model: a language model with a head that predicts one number per token."""
 
-import logging
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,6 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING,
 )
-from transformers.utils import logging as transformers_logging
 
 from common.errors import ConfigError
 from common.models.hub import check_model
@@ -23,6 +21,7 @@ from learning.context import ContextGroup
 from learning.layout import Layout, Packing, layout_for, moved
 from learning.loading import AddedModules, Pretrained, load
 from learning.ranks import Ranks
+from trainer.policy.scorer import computes_in_bfloat16, quiet
 
 _HEADS = ("score", "classifier")
 """Names of the head in transformers' token-classification models."""
@@ -61,7 +60,8 @@ class ValueModel(nn.Module):  # type: ignore[misc]  # torch is not typed for myp
         grad is enabled.
         """
         body = getattr(self.module, self.module.base_model_prefix)
-        head = getattr(self.module, _head(self.module) or "")
+        head = _head(self.module)
+        assert head is not None, "`load_value_model` refuses models without one"
         device_type = rows.input_ids.device.type
         with torch.autocast(device_type, torch.bfloat16, enabled=self._low_precision):
             hidden = rows.hidden(body, self._context)
@@ -88,8 +88,7 @@ def load_value_model(config: Config, ranks: Ranks, directory: Path | None = None
     Weights are float32, sharded or replicated over these ranks. Raises ConfigError naming
     `critic.model`, or `checkpoint` when `directory` cannot be loaded.
     """
-    transformers_logging.disable_progress_bar()
-    logging.getLogger("transformers").setLevel(logging.ERROR)  # it warns that the head is new
+    quiet()  # transformers warns that the head is new
     name = config.critic.model or config.model.name
 
     def configure(found: Any) -> None:
@@ -108,7 +107,7 @@ def load_value_model(config: Config, ranks: Ranks, directory: Path | None = None
         configure=configure,
         added=AddedModules() if directory else _NewHead(),
     )
-    in_bfloat16 = ranks.device.type == "cuda" and config.model.dtype == "bfloat16"
+    in_bfloat16 = computes_in_bfloat16(config.model, ranks)
 
     def wrap(module: Any) -> ValueModel:
         if _head(module) is None:
@@ -126,8 +125,8 @@ def load_value_model(config: Config, ranks: Ranks, directory: Path | None = None
             context=ranks.context(),
         )
 
-    def exact(module: Any) -> list[nn.Module]:
-        return [getattr(module, _head(module) or "")]
+    def exact(module: Any) -> list[Any]:
+        return [_head(module)]  # `wrap` has refused a model without one
 
     try:
         model = load(
@@ -139,16 +138,13 @@ def load_value_model(config: Config, ranks: Ranks, directory: Path | None = None
             exact=exact,
         )
     except (OSError, ValueError) as error:
-        remedy = (
-            "name a decoder on the hub (with network access, and HF_TOKEN if it is gated) "
-            "or a local model directory; of a checkpoint, remove that directory to continue from "
-            "the one before it, or start with --checkpoint.resume false"
-        )
         raise ConfigError(
             f"the value model cannot be loaded: {str(error).strip().splitlines()[0]}",
             field="checkpoint" if directory else "critic.model",
             value=str(directory or name),
-            remedy=remedy,
+            remedy="name a decoder on the hub (with network access, and HF_TOKEN if it is gated) "
+            "or a local model directory; of a checkpoint, remove that directory to continue from "
+            "the one before it, or start with --checkpoint.resume false",
         ) from None
     assert isinstance(model, ValueModel)
     return model
@@ -172,9 +168,10 @@ def _register_classifier(kind: type[Any]) -> None:
     AutoModelForTokenClassification.register(kind, classifier, exist_ok=True)
 
 
-def _head(module: Any) -> str | None:
-    """Returns the name of the linear head with one value per token, or None."""
+def _head(module: Any) -> nn.Module | None:
+    """Returns the linear head with one value per token, or None."""
     for name in _HEADS:
-        if isinstance(getattr(module, name, None), nn.Linear):
-            return name
+        head = getattr(module, name, None)
+        if isinstance(head, nn.Linear):
+            return head
     return None
