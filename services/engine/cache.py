@@ -175,21 +175,21 @@ class SlotCache(Cache):  # type: ignore[misc]  # transformers is not typed
         length = self.length
         self.longest = max(self.longest, length)  # `move` may be called before the next step
         self.reserve(max(rows, default=-1) + 1, length)
-        row: Tensor | slice
+        targets: Tensor | slice
         if len(rows) and rows[-1] - rows[0] == len(rows) - 1:  # they ascend: writing is a copy
-            row = slice(rows[0], rows[-1] + 1)
+            targets = slice(rows[0], rows[-1] + 1)
         else:
-            row = torch.tensor(rows, dtype=torch.long, device=self.device)
-        owner = torch.tensor(owners, dtype=torch.long, device=self.device)
+            targets = torch.tensor(rows, dtype=torch.long, device=self.device)
+        sources = torch.tensor(owners, dtype=torch.long, device=self.device)
 
         def write(layer: _Keys, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-            layer.keys[row, :, :length] = keys[owner]
-            layer.values[row, :, :length] = values[owner]
+            layer.keys[targets, :, :length] = keys[sources]
+            layer.values[targets, :, :length] = values[sources]
             return keys, values
 
         self._begin_states(None)
-        self._rows = row
-        self._owners = owner
+        self._rows = targets
+        self._owners = sources
         self.write = write
         self._masks: dict[int | None, Tensor | None] = {None: None}
         self._visible = lambda window: self._band(length, window)

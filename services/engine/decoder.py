@@ -127,13 +127,13 @@ class Decoder:
         independently, ConfigError when memory is short or not even one row fits.
         """
         with torch.inference_mode():
-            self._try()
+            self._check_model()
             if self.device.type != "cpu":
                 return self._allocate(rows)
             self.cache.release()
             return rows
 
-    def _try(self) -> None:
+    def _check_model(self) -> None:
         """Computes made-up sequences, without random numbers or CUDA graphs, and compares the
         results with those of transformers.
         """
@@ -337,7 +337,7 @@ class Decoder:
         tokens `chosen`. Running rows stay.
         """
         tokens = self._padded(prompts)
-        logs = self._scored(tokens, None)[:, :-1].float().log_softmax(-1)
+        logs = self._prompt_logits(tokens, None)[:, :-1].float().log_softmax(-1)
         own = logs.gather(2, tokens[:, 1:, None])[..., 0]
         likeliest = logs.topk(top)
         wanted = logs[..., list(chosen)]
@@ -349,10 +349,12 @@ class Decoder:
 
     def _scores(self, tokens: Tensor, positions: Tensor | None) -> Tensor:
         """Returns log-probabilities [rows, T - 1] of `tokens` [rows, T] at `positions`."""
-        return next_logprobs(self._scored(tokens, positions), tokens)
+        return next_logprobs(self._prompt_logits(tokens, positions), tokens)
 
-    def _scored(self, tokens: Tensor, positions: Tensor | None) -> Tensor:
-        """Returns the logits [rows, T, V] at `tokens` [rows, T]; keeps nothing."""
+    def _prompt_logits(self, tokens: Tensor, positions: Tensor | None) -> Tensor:
+        """Returns the logits [rows, T, V] at `tokens` [rows, T]. The running rows stay as they are,
+        and nothing is added to their cache.
+        """
         cache = SlotCache(self.config, self.device, self.cache.dtype)
         cache.begin_prefill([tokens.shape[1]], [], [])
         return self._logits(tokens, positions, None, cache=cache)

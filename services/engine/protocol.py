@@ -297,7 +297,7 @@ def answer(sequence: Sequence, tokenizer: Any) -> dict[str, Any]:
         "e2e_latency": time.monotonic() - job.created,
     }
     if job.returns_logprobs:
-        meta["output_token_logprobs"] = _scored(sequence.logprobs, sequence.tokens)
+        meta["output_token_logprobs"] = _triples(sequence.logprobs, sequence.tokens)
         meta["output_token_logprobs_length"] = len(sequence.tokens)
         meta["input_token_logprobs"] = []
     if job.returns_kept:
@@ -323,21 +323,21 @@ def score_answer(
         "prompt_tokens": len(prompt),
         "completion_tokens": 0,
         "weight_version": version,
-        "input_token_logprobs": _scored([None, *scores.logprobs[start:]], prompt[start:]),
+        "input_token_logprobs": _triples([None, *scores.logprobs[start:]], prompt[start:]),
         "output_token_logprobs": [],
     }
     if body.top_logprobs_num:
         likeliest = zip(scores.top[start:], scores.top_tokens[start:], strict=True)
-        meta["input_top_logprobs"] = [None, *(_scored(*place) for place in likeliest)]
+        meta["input_top_logprobs"] = [None, *(_triples(*place) for place in likeliest)]
     if body.token_ids_logprob:
         chosen = scores.chosen[start:]
         meta["input_token_ids_logprobs"] = [
             None,
-            *(_scored(place, body.token_ids_logprob) for place in chosen),
+            *(_triples(place, body.token_ids_logprob) for place in chosen),
         ]
     return {"text": "", "output_ids": [], "meta_info": meta}
 
 
-def _scored(logprobs: Iterable[float | None], tokens: Iterable[int]) -> list[list[Any]]:
+def _triples(logprobs: Iterable[float | None], tokens: Iterable[int]) -> list[list[Any]]:
     """Returns SGLang's triples: log-probability, token and, never here, its text."""
     return [[logprob, token, None] for logprob, token in zip(logprobs, tokens, strict=True)]

@@ -10,20 +10,11 @@ from numpy.typing import NDArray
 from services.engine.jobs import Sequence
 from services.engine.sampling import FIELDS, GREEDY_BELOW, Inputs, uniforms
 
+_WHOLE_NUMBERS = ("token", "position", "count", "key", "limit", "least", "kept", "routed")
 _FIELDS: dict[str, type[np.generic]] = {
-    "token": np.int64,
-    "position": np.int64,
-    "count": np.int64,
-    "key": np.int64,
-    "limit": np.int64,
-    "least": np.int64,
-    "kept": np.int64,
-    "routed": np.int64,
+    **dict.fromkeys(_WHOLE_NUMBERS, np.int64),
     "has_stops": np.bool_,
-    "temperature": np.float64,
-    "top_p": np.float64,
-    "top_k": np.float64,
-    "min_p": np.float64,
+    **dict.fromkeys(("temperature", "top_p", "top_k", "min_p"), np.float64),
 }
 _Flags = NDArray[np.bool_]
 
@@ -109,6 +100,7 @@ class Rows:
 
         Returns, each [B]: the token is a stop token, the limit is reached, the numbers are finite.
         """
+        # Views: what is written here is written to the state.
         new = {name: array[first : len(self)] for name, array in self.state.items()}
         tokens = sampled[0].astype(np.int64)
         logprobs = sampled[1].astype(np.float32)

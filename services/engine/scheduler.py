@@ -137,6 +137,9 @@ class Scheduler:
             self._advance(first, self.model.sample(logits, self.rows.inputs(first)))
 
     def _next_batch(self) -> list[list[Sequence]]:
+        """Takes the groups that the next prefill computes from the queue. When no row runs, it
+        first merges the adapter of the oldest group.
+        """
         batch: list[list[Sequence]] = []
         prompts: set[tuple[int, ...]] = set()
         longest = 0
