@@ -57,9 +57,11 @@ class Broadcaster:
         copy = self._copy
         # A node that requests the files right after the announcement waits for the copy.
         with copy.lock:
+            # The announcement lists the buckets, which the first copy makes. Later copies fill the
+            # same ones, so that a bucket is sent as soon as it is full.
             is_first = not copy.buckets
             if is_first:
-                copy.fill(weights, version)  # which makes the buckets
+                copy.fill(weights, version)
             # Others get files: an engine that starts or fails cannot join a group.
             ready = [worker for worker in self._board.workers() if worker.state == "ready"]
             group = self._group_of(ready)
@@ -75,7 +77,7 @@ class Broadcaster:
                     transfer.put(index)
             if transfer:
                 transfer.finish()
-            # While engines still receive; those that are faster wait for it in `verify`.
+            # Computed while engines still receive: one that is faster waits for it in `verify`.
             self._checksums.prepare(copy.tensors())
 
         if group and transfer:

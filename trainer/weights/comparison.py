@@ -74,7 +74,9 @@ class Checksums:
 
     def prepare(self, tensors: Mapping[str, Tensor]) -> None:
         """Begins a version: computes its checksums in the layouts that matched the last one."""
-        self._known = {key: self._of(layout, tensors) for key, layout in self._layouts.items()}
+        self._known = {
+            key: self._checksum_of(layout, tensors) for key, layout in self._layouts.items()
+        }
 
     def compare(
         self, tensors: Mapping[str, Tensor], ranks: Sequence[Mapping[str, str]]
@@ -114,11 +116,11 @@ class Checksums:
             return True
         name, rank, size = key
         for layout in layouts(name, tensors, rank, size, sharding=self._sharding):
-            if self._of(layout, tensors) == checksum:
+            if self._checksum_of(layout, tensors) == checksum:
                 self._layouts[key] = layout
                 self._known[key] = checksum
                 return True
         return False
 
-    def _of(self, layout: ParameterLayout, tensors: Mapping[str, Tensor]) -> str:
+    def _checksum_of(self, layout: ParameterLayout, tensors: Mapping[str, Tensor]) -> str:
         return self._digest(*layout.of(tensors))

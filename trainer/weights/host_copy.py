@@ -62,7 +62,7 @@ class HostCopy:
                     self._staging.wait()
             self._version = version
 
-    def _copies(self, tensor: Tensor) -> Staging:
+    def _staging_for(self, tensor: Tensor) -> Staging:
         """Returns the `Staging` for the device of this tensor."""
         if self._staging is None or self._staging.device != tensor.device:
             self._staging = Staging(tensor.device)
@@ -78,7 +78,7 @@ class HostCopy:
                 self._close(held)
                 held = []
                 size = 0
-            held.append((name, self._copies(tensor).to_host(tensor)))
+            held.append((name, self._staging_for(tensor).to_host(tensor)))
             size += tensor.nbytes
         if held:
             self._close(held)
@@ -105,9 +105,9 @@ class HostCopy:
                     raise ServiceError(
                         "the layout of the published weights has changed", field=name, value=found
                     )
-                copies = self._copies(tensor)
-                copies.to_host(tensor, view)
-            copies.then(partial(ready, index))
+                staging = self._staging_for(tensor)
+                staging.to_host(tensor, view)
+            staging.then(partial(ready, index))
         surplus = next(weights, None)
         if surplus is not None:
             raise ServiceError(

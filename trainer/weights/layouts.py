@@ -163,7 +163,7 @@ def _of_parameter(
     name: str, names: Sequence[str], tensors: Mapping[str, Tensor], *, rank: int, size: int
 ) -> Iterator[list[Part]]:
     first, *rest = names
-    rows = [len(tensors[part]) for part in rest]
+    lengths = [len(tensors[part]) for part in rest]
     tensor = tensors[first]
     if name.endswith(_VOCABULARY):
         yield [Part((first,), partial(_vocabulary_share, rank=rank, size=size))]
@@ -171,7 +171,7 @@ def _of_parameter(
         own = Part((first,), partial(_share, dim=0, rank=rank, size=size))
         for copies in range(1, size + 1):  # as many GPUs may share each key-value head
             shares = size // copies
-            divides = size % copies == 0 and all(count % shares == 0 for count in rows)
+            divides = size % copies == 0 and all(length % shares == 0 for length in lengths)
             if divides and len(tensor) % size == 0:
                 shared = partial(_share, dim=0, rank=rank // copies, size=shares)
                 yield [own, *(Part((part,), shared) for part in rest)]

@@ -40,9 +40,8 @@ def gpu_digest(*tensors: Tensor) -> str:
 
     Several tensors are treated as concatenated. Computes on a GPU if there is one.
     """
-    if any(
-        tensor.nbytes % 4 for tensor in tensors[:-1]
-    ):  # a word begins in one and ends in another
+    # Where a word begins in one tensor and ends in the next, they are put together.
+    if any(tensor.nbytes % 4 for tensor in tensors[:-1]):
         tensors = (torch.cat([tensor.reshape(-1) for tensor in tensors]),)
     size = -(-sum(tensor.nbytes for tensor in tensors) // 4)
     if not size:
