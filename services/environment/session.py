@@ -92,7 +92,8 @@ class CallRecord:
     clients: int = 0
     """How many clients wait for the answer."""
     has_answer: HasAnswer = lambda: None
-    """Asks about the latest client that got the answer; False once the engines begin."""
+    """Says whether the client that was last sent the answer has read it; False from the time the
+    engines begin until the answer is sent."""
 
     def lacks_answer(self) -> bool:
         """Returns whether no client has got the answer that the engines were asked for."""

@@ -163,7 +163,7 @@ class Collector:
         self._changed = asyncio.Event()
         """Set when a slot is freed, or a group is graded or stored."""
         self.stored_groups = 0
-        """Groups that were graded and stored since the start: a number that grows."""
+        """Groups that were graded and stored since the start, of all updates."""
         self._free_slots = 0
         self._to_draw = 0
         """Groups that the run still wants; a retry or a replacement adds one."""
