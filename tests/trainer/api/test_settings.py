@@ -31,39 +31,15 @@ def test_the_defaults_are_those_that_the_docs_promise() -> None:
     [
         ({"betta": 0.1}, "betta", "0.1"),
         ({"learning_rat": 1}, "learning_rat", "1"),
-        (
-            {"learning_rate": -1},
-            "learning_rate",
-            "-1",
-        ),
+        ({"learning_rate": -1}, "learning_rate", "-1"),
         ({"trainer_type": "dpo"}, "trainer_type", "dpo"),
         ({"max_steps": 0}, "max_steps", "0"),
-        (
-            {"num_generations": 1},
-            "algorithm.advantage",
-            None,
-        ),
-        (
-            {"num_generations": 5},
-            "per_device_train_batch_size",
-            "8",
-        ),
-        (
-            {"save_steps": -1},
-            "save_steps",
-            "-1",
-        ),
-        (
-            {"eval_steps": -3},
-            "eval_steps",
-            "-3",
-        ),
+        ({"num_generations": 1}, "algorithm.advantage", None),
+        ({"num_generations": 5}, "per_device_train_batch_size", "8"),
+        ({"save_steps": -1}, "save_steps", "-1"),
+        ({"eval_steps": -3}, "eval_steps", "-3"),
         ({"critic_learning_rate": 1e-4}, "critic_learning_rate", "0.0001"),
-        (
-            {"kl_coef": 0, "ref_model_name_or_path": "x"},
-            "ref_model_name_or_path",
-            None,
-        ),
+        ({"kl_coef": 0, "ref_model_name_or_path": "x"}, "ref_model_name_or_path", None),
         ({"bf16": True}, "bf16", "True"),
         (
             {
@@ -75,11 +51,7 @@ def test_the_defaults_are_those_that_the_docs_promise() -> None:
             "algorithm.mini_batches",
             None,
         ),
-        (
-            {"settings": {"seed": 1}},
-            'settings["seed"]',
-            "1",
-        ),
+        ({"settings": {"seed": 1}}, 'settings["seed"]', "1"),
         (
             {"settings": {"sampling.system_prompt": "Be brief."}},
             'settings["sampling.system_prompt"]',
@@ -95,16 +67,8 @@ def test_the_defaults_are_those_that_the_docs_promise() -> None:
             'settings["optimizer"]',
             "{'max_grad_norm': 1}",
         ),
-        (
-            {"settings": {"data.source": "tiny"}},
-            'settings["data.source"]',
-            "tiny",
-        ),
-        (
-            {"settings": {"reward.functions": ["math"]}},
-            'settings["reward.functions"]',
-            "['math']",
-        ),
+        ({"settings": {"data.source": "tiny"}}, 'settings["data.source"]', "tiny"),
+        ({"settings": {"reward.functions": ["math"]}}, 'settings["reward.functions"]', "['math']"),
         ({"settings": {"rollout.router_port": 1}}, 'settings["rollout.router_port"]', "1"),
         ({"settings": {"trainer.port": 1}}, 'settings["trainer.port"]', "1"),
         ({"settings": {"trainer.nope": 1}}, "trainer.nope", "1"),

@@ -150,9 +150,7 @@ def test_the_arguments_of_another_trainer_are_refused() -> None:
     assert "GRPOConfig" in str(caught.value.remedy)
 
 
-def test_what_is_said_about_an_argument_is_not_said_again(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_what_is_said_about_an_argument_is_not_said_again(caplog: pytest.LogCaptureFixture) -> None:
     config = GRPOConfig(**{"use_liger_kernel": True, "bf16": True, "use_cpu": True})
     config.beta = 0.1
     config.fp16 = True
@@ -181,11 +179,7 @@ def test_a_script_may_add_arguments_in_a_dataclass_of_its_own() -> None:
         def __post_init__(self) -> None:
             self.benchmarks = [*self.benchmarks, "last"]
 
-    given: dict[str, Any] = {
-        "system_prompt": "Think.",
-        "benchmarks": ["first"],
-        "use_cpu": True,
-    }
+    given: dict[str, Any] = {"system_prompt": "Think.", "benchmarks": ["first"], "use_cpu": True}
     made = Own("out", **given)
     assert (made.benchmarks, made.system_prompt) == (["first", "last"], "Think.")
     settings = made.to_config(100, 0, OUT)
@@ -424,11 +418,7 @@ def test_all_trackers_are_those_that_are_installed() -> None:
         ({"beta": 0.1, "kl_coef": 0.2}, "beta", "0.1"),
         ({"loss_type": "vespo"}, "loss_type", "vespo"),
         ({"loss_type": "cispo", "epsilon_high": 0.2}, "epsilon_high", "-0.8"),
-        (
-            {"loss_type": "gdpo", "trainer_type": "rloo"},
-            "loss_type",
-            "gdpo",
-        ),
+        ({"loss_type": "gdpo", "trainer_type": "rloo"}, "loss_type", "gdpo"),
         ({"loss_type": "sapo", "clip_range": 0.1}, "clip_range", None),
         ({"scale_rewards": "batch"}, "scale_rewards", "batch"),
         ({"eval_strategy": "best"}, "eval_strategy", "best"),
@@ -440,21 +430,9 @@ def test_all_trackers_are_those_that_are_installed() -> None:
         ),
         ({"optim": "adafactor"}, "optim", "adafactor"),
         ({"model_init_kwargs": {"revision": "v2"}}, "model_init_kwargs", "{'revision': 'v2'}"),
-        (
-            {"generation_kwargs": {"num_beams": 4}},
-            "generation_kwargs",
-            "{'num_beams': 4}",
-        ),
-        (
-            {"loss_type": "bnpo"},
-            "loss_type",
-            "bnpo",
-        ),
-        (
-            {"loss_type": "luspo"},
-            "loss_type",
-            "luspo",
-        ),
+        ({"generation_kwargs": {"num_beams": 4}}, "generation_kwargs", "{'num_beams': 4}"),
+        ({"loss_type": "bnpo"}, "loss_type", "bnpo"),
+        ({"loss_type": "luspo"}, "loss_type", "luspo"),
         (
             {"activation_checkpointing": True, "gradient_checkpointing": False},
             "activation_checkpointing",
