@@ -232,11 +232,8 @@ def test_a_run_on_answers_is_not_resumed_on_rewards(policy_dir: Path, tmp_path: 
     ],
 )
 def test_settings_of_training_from_rewards_are_refused(words: list[str], name: str) -> None:
-    with pytest.raises(
-        ConfigError, match=f"{name} is set but not read, since rlhf sft learns from given answers"
-    ) as error:
+    with raises(ConfigError, field=name):
         load(words, {}, subset=SFT_SETTINGS)
-    assert error.value.field == name
 
 
 def test_its_own_defaults_have_the_lowest_precedence(tmp_path: Path) -> None:
@@ -271,11 +268,9 @@ def test_a_long_example_stops_the_start(policy_dir: Path, tmp_path: Path) -> Non
             "chat": [{**message, "content": "1 " * 600} for message in examples.train[0].chat],
         }
     )
-    with pytest.raises(
-        ConfigError,
-        match=r"long has .* tokens with its answer, and the model's context has only 512",
-    ):
+    with raises(ConfigError, field="data.source") as refused:
         fine_tune(config, Examples([*examples.train, long], []), QUIET)
+    assert refused.value.message.startswith("long ")
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
@@ -287,7 +282,6 @@ def test_an_answer_beyond_the_length_at_which_longrope_changes_is_refused(tmp_pa
     shape["original_max_position_embeddings"] = 24
     (directory / "config.json").write_text(json.dumps(shape))
     config = settings(directory, tmp_path / "run")
-    with pytest.raises(
-        ConfigError, match=r"tokens with its answer, and the model's context has only 24"
-    ):
+    with raises(ConfigError, field="data.source") as refused:
         fine_tune(config, load_examples(config), QUIET)
+    assert refused.value.message.endswith(" 24")
