@@ -101,8 +101,7 @@ def _json(text: str) -> Any:
     try:
         value = json.loads(text, parse_int=_integer)
         written = json.dumps(value, ensure_ascii=False, allow_nan=False)
-        sent = encodable(written)
-        return value if sent == written else json.loads(sent)
+        return json.loads(encodable(written))
     except (ValueError, RecursionError) as error:
         raise ValueError(f"the tool call is not JSON: {error}") from None
 

@@ -213,9 +213,7 @@ def parse_messages(content: Any, where: str = "messages", start: int = 0) -> lis
 
 
 def _message(sent: _Sent, number: int, where: str) -> Message:
-    content = sent.content
-    if not (isinstance(content, str) and content.isascii()):
-        content = text_of(content, f"{where}[{number}].content")
+    content = text_of(sent.content, f"{where}[{number}].content")
     fields: Json = {"role": "system" if sent.role == "developer" else sent.role, "content": content}
     # Chat templates ask which of these a message has.
     if sent.name:
@@ -268,7 +266,7 @@ def text_of(content: Any, where: str) -> str:
 
 def encodable(text: str) -> str:
     """Returns a text with `?` for lone surrogates, which neither tokens nor UTF-8 can hold."""
-    return text if text.isascii() else text.encode("utf-8", "replace").decode()
+    return text.encode("utf-8", "replace").decode()
 
 
 def _parsed_arguments(arguments: Any) -> Any:

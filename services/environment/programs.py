@@ -67,9 +67,11 @@ class Folders:
     Those that a killed server left are removed at the start of the next one.
     """
 
+    _lock: int
+    """The open descriptor of that folder, once it is made."""
+
     def __init__(self) -> None:
         self._root: Path | None = None
-        self._lock = -1
         for left in Path(tempfile.gettempdir()).glob(f"{_FOLDERS}*"):
             with contextlib.suppress(OSError):  # another user's, or just removed
                 _remove_if_left(left)

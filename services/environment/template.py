@@ -270,7 +270,7 @@ class Template:
             for number, arguments in enumerate(_ARGUMENTS[:count])
         ]
         answer = Message({"role": "assistant", "content": "", "tool_calls": calls})
-        results = [tool_message(text, call) for text, call in zip(_NEW_TEXTS, calls, strict=False)]
+        results = list(map(tool_message, _NEW_TEXTS, calls))
         whole = self._render([*_QUESTION, answer, *results], [_TOOL])
 
         # The answer begins where the two differ, and ends with a stop token. What asks for an

@@ -213,7 +213,7 @@ def _sequence(path: list[TurnNode], owned: set[TurnNode]) -> EpisodeSequence:
 
     # A version lasts until the next begins: added tokens count to the version before them.
     ends = [begin for _, begin in begins[1:]] + [len(tokens)]
-    spans = [(version, begin, end) for (version, begin), end in zip(begins, ends, strict=False)]
+    spans = [(version, begin, ends[i]) for i, (version, begin) in enumerate(begins)]
     return EpisodeSequence(
         prompt_ids=prompt,
         token_ids=np.array(tokens, np.int32),

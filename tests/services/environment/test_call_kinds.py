@@ -6,6 +6,7 @@ others, numbers that JSON lacks, and the headers of gpt-oss.
 
 import json
 import math
+import random
 from typing import Any
 
 import pytest
@@ -452,3 +453,29 @@ def test_half_a_character_reaches_no_program(form: str) -> None:
             json.dumps(called, ensure_ascii=False).encode()
     name, text = _json_call(form, "write", '{"path": "a.md", "content": "\\ud83d\\ude00"}')
     assert _read(name, text)[0] == [_write("😀")]
+
+
+_WITH_THOUGHTS = [each for each in FORMATS if "(?P<end></think>)" in each.pieces.pattern]
+
+
+@pytest.mark.parametrize("call_format", _WITH_THOUGHTS, ids=lambda each: str(each.name))
+@pytest.mark.parametrize("with_tools", [False, True])
+def test_of_many_marks_of_a_thought_the_first_ends_it(call_format: Any, with_tools: bool) -> None:
+    """A thought may begin in the prompt. The marks after its end are text of the answer."""
+    assert len(_WITH_THOUGHTS) > 9
+    draw = random.Random(0)
+    words = ["<think>", "</think>", "</think>", "one ", " two", "\n", "3 < 4, "]
+    for _ in range(40):
+        text = "".join(draw.choices(words, k=draw.randint(0, 7)))
+        opened = text.lstrip().removeprefix("<think>")
+        thought, end, rest = opened.partition("</think>")
+        begins_here = opened != text.lstrip()
+        if begins_here or end:
+            # What began in the prompt has no mark here.
+            thought = thought if begins_here else text.partition("</think>")[0]
+            expected = {"reasoning_content": thought.strip(), "content": rest.lstrip()}
+        else:
+            expected = {"content": text}
+
+        message, problem = parse_answer(text, TOOLS if with_tools else [], call_format)
+        assert (message.fields, problem) == ({"role": "assistant", **expected}, ""), text

@@ -276,6 +276,82 @@ async def test_the_time_of_a_coroutine_in_a_loop_that_another_blocks_is_no_fault
     threads.close()
 
 
+async def test_the_end_cancels_what_runs_in_the_users_loop() -> None:
+    threads = Threads(2)
+    began = threading.Event()
+
+    async def stays() -> None:
+        began.set()
+        await asyncio.Event().wait()
+
+    async def add() -> int:
+        return 3
+
+    running = asyncio.create_task(threads.run_coroutine(stays, "stays"))
+    await asyncio.to_thread(began.wait)
+    watches = set(threads._watches)
+    assert len(watches) == 1
+    threads.close()
+    await asyncio.wait((running, *watches))
+    assert isinstance(running.exception(), RuntimeError), "its own episode was not cancelled"
+    assert all(watch.cancelled() for watch in watches)
+
+    assert await threads.run_coroutine(add, "add") == 3, "a later call has another loop"
+    threads.close()
+    threads.close()
+
+
+async def test_a_loop_that_was_blocked_ends_once_its_calls_have_ended(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    blocked: list[asyncio.AbstractEventLoop] = []
+    found: list[asyncio.AbstractEventLoop] = []
+    release = threading.Event()
+
+    async def responds(user_loop: Any, within_s: float) -> bool:
+        assert within_s == threads_module.BLOCKED_S
+        await asyncio.sleep(0)
+        return user_loop.loop not in blocked
+
+    async def waits() -> None:
+        await asyncio.Event().wait()
+
+    async def blocks() -> str:
+        found.append(asyncio.get_running_loop())
+        release.wait(60)
+        await asyncio.sleep(0)
+        return "late"
+
+    async def where() -> asyncio.AbstractEventLoop:
+        return asyncio.get_running_loop()
+
+    monkeypatch.setattr(threads_module._UserLoop, "responds", responds)
+    monkeypatch.setattr(threads_module, "_BEAT_S", 0.001)
+    threads = Threads(3)
+    lost = asyncio.create_task(threads.run_coroutine(waits, "waits"))
+    blocking = asyncio.create_task(threads.run_coroutine(blocks, "blocks"))
+    while not found:  # noqa: ASYNC110
+        await asyncio.sleep(0.001)
+    (old,) = found
+    blocked.append(old)
+    with pytest.raises(EnvironmentLost):
+        await lost
+    assert threads.hung == 1
+    new = await threads.run_coroutine(where, "where")
+    assert new is not old
+    assert await threads.run_coroutine(where, "where") is new
+
+    release.set()
+    assert await blocking == "late", "it goes on, in the old loop"
+    assert threads.hung == 1
+    blocked.clear()
+    while not old.is_closed():  # noqa: ASYNC110
+        await asyncio.sleep(0.001)
+    assert threads.hung == 0
+    assert await threads.run_coroutine(where, "where") is new
+    threads.close()
+
+
 class Blocks:
     """Has a coroutine that blocks its event loop."""
 
