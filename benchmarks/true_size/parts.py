@@ -338,6 +338,7 @@ def _recorded(parts: Parts, batch: Batch, config: Config, directory: Path) -> No
             registry,
             clock=StageClock(),
             step=0,
+            collecting_cpu=lambda: 0.0,
             verdicts=Verdicts(decided=True),
             drops=drops,
         )

@@ -51,7 +51,7 @@ class RunLog:
         step: int,
         measured: Callable[[int], Numbers] = lambda step: {},
         gpus: Callable[[], int | None] = lambda: None,
-        collecting_cpu: Callable[[], float] = lambda: 0.0,
+        collecting_cpu: Callable[[], float],
         verdicts: Verdicts,
         drops: Drops,
         dropout: Collection[str] = (),

@@ -126,6 +126,9 @@ def random_history(draw: random.Random) -> list[Line]:
         if draw.random() < 0.2:
             line |= {"reward": draw.choice([0.0, 0.05, 0.06]), "truncated": 0.7, "accuracy": 0.0}
             line["accuracy"] = 0.0 if has_verdicts else None
+    if draw.random() < 0.05:  # answers without a token, which cannot become shorter
+        for line in lines:
+            line["completion_tokens"] = 0.0
     return lines
 
 
@@ -269,7 +272,9 @@ class Judged:
         now = mean(self.last, "completion_tokens")
         least = mean(self.first, "accuracy") + 0.02
         learned = self.accuracy is not None and self.accuracy > least
-        return None if now > 0.4 * began or learned else [f"from {began:.0f} to {now:.0f} tokens"]
+        if now > 0.4 * began or began == 0 or learned:
+            return None
+        return [f"from {began:.0f} to {now:.0f} tokens"]
 
     def policy_moves(self) -> list[str] | None:
         newest = self.last[-3:]
@@ -416,6 +421,33 @@ def test_accuracy_is_lost_when_it_falls_by_more_than_its_noise() -> None:
     assert given > 10, "it is given and not given"
 
 
+@pytest.mark.parametrize("known", [0, 1, WINDOW - 1, WINDOW])
+def test_engines_are_idle_only_where_every_step_says_what_they_did(known: int) -> None:
+    """The first steps may be of a version that did not measure it."""
+    seconds = {**dict.fromkeys(SECONDS, 0), "update": 100}
+    lines: list[Line] = [
+        {"step": step, "reward": float(step), "staleness": 0.0, "seconds": seconds}
+        for step in range(WINDOW + 3)
+    ]
+    for line in lines[len(lines) - known :]:
+        line["generating"] = 0.01
+    assert ("rollout_idle" in hints(lines, Config())) == (known == WINDOW)
+
+
+@pytest.mark.parametrize("count", [9, 10])
+@pytest.mark.parametrize("reason", ["generation", "reward", "teacher", "stale"])
+def test_a_tenth_of_groups_or_episodes_is_too_much(reason: str, count: int) -> None:
+    """Of 90 that were trained on, and those that were lost."""
+    config = Config()
+    config.trainer.batch_size = 9
+    config.sampling.group_size = 1
+    line: Line = {"reward": 0.0, "dropped": {}, "lost_episodes": {}}
+    lines = [{**line, "step": step} for step in range(WINDOW + 1)]
+    lines[-1] = {**lines[-1], "dropped": {reason: count}, "lost_episodes": {"died": count}}
+    found = hints(lines, config)
+    assert (f"dropped_{reason}" in found) == ("lost_episodes" in found) == (count == 10)
+
+
 UPDATE = replace(
     Sums().metrics([0.1], 1e-6, 0.0, skipped=0, stopped=False),
     delta_logprob_current=0.01,
@@ -534,3 +566,43 @@ def test_other_alarms_are_raised_from_their_limits_on() -> None:
     assert text == "all rewards are 0, and 1 calls of the model were refused: why"
     text = refused_calls(3, "why", [0.0, 0.5], config)["refused_calls"]
     assert text == "3 calls of the model were refused: why"
+
+
+def test_every_alarm_may_name_settings_and_what_to_switch_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Which the rows of the catalogue do as they need it."""
+    for name, row in ALARMS.items():
+        named = replace(
+            row,
+            remedy=row.remedy + " lower {config.optimizer.learning_rate:g}",
+            remedies_unless_set={"lora.rank": " or use LoRA", "lora.alpha": " or less"},
+        )
+        monkeypatch.setitem(ALARMS, name, named)
+    config = Config()
+    config.model.reference = "another"
+    config.optimizer.learning_rate = 0.125
+    config.lora.alpha = 3
+    wrong = replace(
+        UPDATE,
+        delta_logprob_current=9.0,
+        kl_rollout=9.0,
+        effective_sample_size=0.0,
+        likelihood_gap=9.0,
+    )
+    rng = np.random.default_rng(0)
+    groups = [make_group(rng, [0.0], position=n) for n in range(3)]
+    for number, group in enumerate(groups):
+        group.prompt = f"problem {number}"
+        group.prompt_token_ids = groups[0].prompt_token_ids
+    copies = DuplicateAnswers(share=0.5, surprise=99.0, example=0.0)
+    found = {
+        **alarms(wrong, 0.0, config),
+        **other_reference(9.0, config),
+        **same_prompts(groups, config),
+        **copied_answers(copies, config),
+        **refused_calls(1, "why", [0.0], config),
+    }
+    assert found.keys() == ALARMS.keys()
+    for text in found.values():
+        assert text.endswith(" lower 0.125 or use LoRA")

@@ -102,3 +102,35 @@ def test_a_measured_pass_at_k_stays_until_the_next_one() -> None:
     assert page["published_bytes"] == 3000
     assert page["publish_duration_seconds_sum"] == 3.0
     assert page["activity_duration_seconds_sum reward"] == 0.5
+
+
+def test_every_label_has_its_name() -> None:
+    metrics = Metrics("trainer")
+    trainer = TrainerMetrics(metrics)
+    record = random_record(random.Random(0), 1, {"stale": 3})
+    trainer.record(record | {"alarms": {"likelihood": "text"}}, 1)
+    trainer.evaluated(Evaluation(4, 0.5, 0.125, 8, 0.75, 8, []))
+    trainer.took("reward", 0.5)
+    trainer.tracked.labels("wandb", "sent").inc()
+    page = text_string_to_metric_families(generate_latest(metrics.registry).decode())
+    labels = {
+        sample.name.removeprefix("rlhf_trainer_"): set(sample.labels) - {"le"}
+        for family in page
+        for sample in family.samples
+        if not sample.name.endswith("_created")
+    }
+    named = {
+        "step_stage_seconds": {"stage"},
+        "alarm": {"name"},
+        "stage_seconds_total": {"stage"},
+        "activity_duration_seconds_bucket": {"stage"},
+        "activity_duration_seconds_count": {"stage"},
+        "activity_duration_seconds_sum": {"stage"},
+        "updates_total": {"result"},
+        "groups_total": {"source"},
+        "dropped_groups_total": {"reason"},
+        "evaluation_pass_ratio": {"k"},
+        "tracker_records_total": {"tracker", "result"},
+    }
+    of_run = {name: found for name, found in labels.items() if not name.startswith("rlhf_")}
+    assert {name: found for name, found in of_run.items() if found} == named

@@ -275,6 +275,13 @@ def test_the_newest_files_that_fit_remain(tmp_path: Path, seed: int) -> None:
         step += 1
 
 
+def test_without_room_for_files_nothing_is_packed(tmp_path: Path) -> None:
+    recorder = GroupRecorder(tmp_path, 0, 0)
+    recorder.step(1, [random_item(random.Random(1), 0)], [])
+    recorder.flush()
+    assert [path.name for path in tmp_path.iterdir()] == [LINES]
+
+
 @pytest.mark.parametrize("has_drops", [True, False])
 def test_a_run_that_fails_records_what_it_dropped_last(
     tmp_path: Path, has_drops: bool, caplog: pytest.LogCaptureFixture

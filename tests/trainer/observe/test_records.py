@@ -225,6 +225,18 @@ def test_a_record_of_an_audit_has_the_checksums_of_every_column(
     assert audit_module._version("no-such-package") == "none"
 
 
+@pytest.mark.parametrize("number", [0, 3])
+def test_the_setup_on_gpus_has_the_name_of_this_ranks_one(
+    number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"name of {device}")
+    ranks: Any = SimpleNamespace(
+        on_gpu=True, device=torch.device("cuda", number), world_size=2 + number
+    )
+    setup = Setup.here(ranks)
+    assert (setup.device, setup.world_size) == (f"name of cuda:{number}", 2 + number)
+
+
 def log_of(directory: Path, recorder: Recorder, config: Config, **options: Any) -> RunLog:
     return RunLog(
         config,
@@ -232,6 +244,7 @@ def log_of(directory: Path, recorder: Recorder, config: Config, **options: Any) 
         TrainerMetrics(Metrics("trainer")),
         clock=StageClock(),
         step=0,
+        collecting_cpu=lambda: 0.0,
         verdicts=options.pop("verdicts", Verdicts(True)),
         drops=Drops(),
         **options,

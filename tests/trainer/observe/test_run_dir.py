@@ -3,6 +3,7 @@
 import io
 import json
 import random
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,7 +21,14 @@ from trainer.evaluation.evaluation import Answer, Evaluation
 from trainer.observe import run_dir
 from trainer.observe.group_files import DIRECTORY, read_trained, recorded_steps
 from trainer.observe.jsonl import JsonlReader, last_steps, parsed
-from trainer.observe.run_dir import Recorder, check_run, is_run, read_lines, seconds_table
+from trainer.observe.run_dir import (
+    Recorder,
+    append_line,
+    check_run,
+    is_run,
+    read_lines,
+    seconds_table,
+)
 
 
 def recorder(directory: Path, said: io.StringIO, **options: Any) -> Recorder:
@@ -72,7 +80,7 @@ def test_an_evaluation_is_kept_with_its_answers_and_reported_with_what_changed(
     assert told.count("response 1 of 0") == told.count("response 1 of 4") == 1
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(16))
 def test_every_line_says_when_and_every_evaluation_what_was_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:
@@ -89,33 +97,35 @@ def test_every_line_says_when_and_every_evaluation_what_was_found(
         k=8,
         answers=draw.choice([[], evaluation(0, 1).answers]),
         mean_reward=0.625,
-        trained_on=draw.choice([0, 1]),
+        trained_on=draw.choice([0, draw.randint(1, count)]),
     )
-    with recorder(tmp_path, said, run_id="one", data="mine", verdicts=True) as made:
+    directory = tmp_path / "of" / "mine"
+    with recorder(directory, said, run_id="one", data="mine", verdicts=True) as made:
         made.evaluation(found)
         made.measured({"step": 3, "loss": 0.5}, "step 3 is done")
-    [line] = read_lines(tmp_path / "evaluations.jsonl")
+    [line] = read_lines(directory / "evaluations.jsonl")
     answers = line.pop("answers", [])
     assert line == {"time": 1234.5, **found.summary()}
     assert [answer["response"] for answer in answers] == [each.response for each in found.answers]
-    assert read_lines(tmp_path / "metrics.jsonl") == [
+    assert read_lines(directory / "metrics.jsonl") == [
         {"time": 1234.5, "total_steps": 0, "step": 3, "loss": 0.5}
     ]
-    assert read_lines(tmp_path / "attempts.jsonl") == [
+    assert read_lines(directory / "attempts.jsonl") == [
         {"time": 1234.5, "run_id": "one", "step": 0, "verdicts": True, "data": "mine"}
     ]
 
     told, *others = said.getvalue().splitlines()
     assert f"at step {found.step}:" in told
-    assert f"({count} problems" in told
+    counts = [int(text) for text in re.findall(r"\d+", told[told.index(f"({count} problems") :])]
+    assert counts[: 1 + bool(found.trained_on)] == [count, *[found.trained_on][: found.trained_on]]
     assert ("reward 0.625" in told) == (found.accuracy is None)
     assert (f"accuracy {found.accuracy or 0:.3f}" in told) == (found.accuracy is not None)
     is_sure = found.accuracy is not None and found.standard_error is not None
     assert ("± 0.125" in told) == is_sure
     assert ("pass@8 0.750" in told) == (found.pass_at_k is not None)
-    warnings = [each for each in others if each.startswith("warning")]
-    assert len(warnings) == found.trained_on
-    assert all(f"1 of {count} held-out" in each for each in warnings)
+    warnings = [each for each in others if each.startswith("warning: ")]
+    assert len(warnings) == bool(found.trained_on)
+    assert all(f"{found.trained_on} of {count} held-out" in each for each in warnings)
     assert others[-1] == "step 3 is done"
 
 
@@ -224,6 +234,23 @@ def test_a_resumed_run_keeps_the_lines_up_to_its_step(tmp_path: Path, step: int)
         with pytest.raises(ConfigError) as refused:
             check_run(tmp_path)
         assert refused.value.field == "RUN_DIR"
+
+
+@pytest.mark.parametrize("step", range(4))
+def test_lines_that_are_kept_stay_as_they_were_written(tmp_path: Path, step: int) -> None:
+    written = {}
+    for name in ("metrics", "groups", "samples", "evaluations"):
+        path = tmp_path / f"{name}.jsonl"
+        for number in range(1, 4):
+            content = {"step": number, "text": f"ä ✓ \u2028 {name}", "x": [0.1, None, 1e-9]}
+            append_line(path, content)
+        whole = path.read_bytes().splitlines(keepends=True)
+        written[path] = b"".join(whole[:step])
+        with path.open("a") as file:
+            file.write('{"step": 1, "te')  # a crash cut it
+    with recorder(tmp_path, io.StringIO(), step=step):
+        pass
+    assert {path: path.read_bytes() for path in written} == written
 
 
 def test_a_damaged_line_is_an_error_unless_a_crash_cut_the_last_one(tmp_path: Path) -> None:

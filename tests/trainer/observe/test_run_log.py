@@ -159,6 +159,8 @@ def test_every_number_is_as_defined(tmp_path: Path, seed: int) -> None:
                     exact = isinstance(value, str | dict | bool | None) or name == "rewards"
                     assert record[name] == (value if exact else pytest.approx(value)), name
                 assert record["update"]["loss"] == update.metrics.loss
+                assert ("refused_calls" in record["alarms"]) == (record["refused_calls"] > 0)
+                assert f"step {step:>4}/{STEPS} " in said.getvalue()
                 lost_before = drops.lost_episodes.copy()
                 refused_before = drops.refused_calls
 
@@ -203,6 +205,7 @@ def test_every_number_is_as_defined(tmp_path: Path, seed: int) -> None:
             raise ZeroDivisionError
     lines = read_lines(tmp_path / "metrics.jsonl")
     assert [line["step"] for line in lines] == [1, 2, 3]
+    assert [line["total_steps"] for line in lines] == [STEPS] * 3
     assert "step_3" in said.getvalue()
 
 
@@ -215,6 +218,7 @@ def log_of(directory: Path, drops: Drops, recorder: Recorder, **options: Any) ->
         TrainerMetrics(Metrics("trainer")),
         clock=StageClock(),
         step=options.pop("step", 0),
+        collecting_cpu=options.pop("collecting_cpu", lambda: 0.0),
         verdicts=Verdicts(True),
         drops=drops,
         **options,
@@ -237,6 +241,10 @@ def test_a_run_that_fails_records_what_it_dropped_for_the_next_step(
 ) -> None:
     drops = Drops()
     first = 4
+    folder = tmp_path / "groups"
+    folder.mkdir()
+    for step in range(first - 1, first + 3):  # of an attempt that came further
+        (folder / f"step_{step:06d}.zip").write_bytes(b"before")
     with Recorder(tmp_path, Config(), Console(file=io.StringIO())) as recorder:
         log = log_of(tmp_path, drops, recorder, step=first)
         with suppress(ZeroDivisionError), log.training(first, 99):
@@ -248,7 +256,8 @@ def test_a_run_that_fails_records_what_it_dropped_for_the_next_step(
     assert [len(line["groups"]) for line in lines] == [2] * trained + [0]
     assert [len(line["dropped"]) for line in lines] == [0] * trained + [1]
     assert lines[-1]["step"] == first + trained + 1
-    assert sorted(recorded_steps(tmp_path)) == [line["step"] for line in lines]
+    kept = [first - 1, first]
+    assert sorted(recorded_steps(tmp_path)) == [*kept, *(line["step"] for line in lines)]
 
 
 def test_a_step_has_the_critic_and_the_distance_to_the_teacher(tmp_path: Path) -> None:
