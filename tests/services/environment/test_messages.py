@@ -1,11 +1,13 @@
-"""A conversation that a program sends again with every call, and goes on."""
+"""A conversation that a program sends again with every call, and goes on; the tools that it offers."""
 
 import random
+from typing import Any
 
 import pytest
 
 from common import Json
 from common.errors import InvalidInput
+from services.environment.dialects import DIALECTS
 from services.environment.messages import Chat, parse_chat, parse_messages
 
 
@@ -44,3 +46,29 @@ def test_the_first_wrong_field_after_a_known_beginning_is_named_by_its_place() -
             parse_chat([good, good, good, wrong], "messages", before)
         assert caught.value.field == field
         assert caught.value.value == str(wrong)
+
+
+@pytest.mark.parametrize("description", [None, "", "Adds."])
+@pytest.mark.parametrize("schema", [None, {}, {"type": "object", "properties": {"a": {}}}])
+@pytest.mark.parametrize("says_kind", [True, False])
+def test_a_tool_is_the_same_in_every_dialect(
+    description: str | None, schema: Any, says_kind: bool
+) -> None:
+    named = {"name": "add", "description": description}
+    tools = {
+        "responses": {**named, "type": "function", "parameters": schema},
+        "messages": {**named, "input_schema": schema, **({"type": "custom"} if says_kind else {})},
+    }
+    function = {
+        "name": "add",
+        "description": description or "",
+        "parameters": schema or {"type": "object", "properties": {}},
+    }
+    by_path = {dialect.path: dialect for dialect in DIALECTS}
+    for path, tool in tools.items():
+        found = by_path[path].read_tool(tool)
+        assert found == {"type": "function", "function": function}
+        # The provider's own tools are refused later, as what they are.
+        own = {**tool, "type": "web_search"}
+        assert by_path[path].read_tool(own) == own
+    assert by_path["chat/completions"].read_tool(found) == found

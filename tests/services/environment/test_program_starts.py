@@ -25,7 +25,8 @@ from services.environment import programs, runtimes
 from services.environment.messages import parse_messages, parse_tools, text_of
 from services.environment.outcome import EnvironmentLost, EpisodeFailed
 from services.environment.programs import Folders, RunningProgram
-from services.environment.runtimes.runtime import Container
+from services.environment.runtimes.local import Processes
+from services.environment.runtimes.runtime import MOST_READ, Container
 
 
 @given(
@@ -350,3 +351,19 @@ def test_files_of_a_container_are_read_and_packed_by_a_shell(tmp_path: Path) -> 
         assert await container.read(str(file)) == b"z" * (1 << 20)
 
     asyncio.run(use())
+
+
+async def test_files_of_an_episode_on_this_machine_are_read_if_they_are_new(tmp_path: Path) -> None:
+    container = Processes(tmp_path, {"A": "a", "B": "a"})
+    assert container.directory == str(tmp_path)
+    assert container._command(["ls"], {"B": "b"}) == (["ls"], {"A": "a", "B": "b"})
+    file = tmp_path / "reward.json"
+    assert await container.read(str(file)) is None
+    file.write_bytes(b"z" * (MOST_READ + 1))
+    os.utime(file, (100.0, 100.5))
+    for after in (0.0, 99.5, 100.0):
+        assert await container.read(str(file), after) == b"z" * MOST_READ
+    for after in (100.5, 101.0):
+        assert await container.read(str(file), after) is None
+    with pytest.raises(EpisodeFailed):
+        await container.read(str(tmp_path))

@@ -24,7 +24,8 @@ CALLS: list[tuple[str, dict[str, Any], str, bool]] = [
     ("nothing", {}, "error: there is no tool nothing; the tools are: ", False),
 ]
 """Name, arguments, what the model is told, and whether it worked."""
-WRONG: list[Any] = [7, [], [{"role": "user"}, 5], [{"role": "assistant", "content": "I"}], {"a": 1}]
+_SPEAKS: list[Any] = [{"role": "assistant", "content": "I"}, {"role": "user", "content": "you"}]
+WRONG: list[Any] = [7, [], [{"role": "user"}, 5], _SPEAKS[:1], _SPEAKS, {"a": 1}]
 """What `step` must not return."""
 
 
