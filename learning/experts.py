@@ -19,10 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed._functional_collectives import (
-    AsyncCollectiveTensor,
-    all_to_all_single_autograd,
-)
+from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
@@ -163,13 +160,10 @@ class _DividedExperts:
         """Returns [sum of `received`, ...] the rows of all ranks for this one, from `rows`, of
         which `sent` go to each rank. With a gradient.
         """
-        exchanged = all_to_all_single_autograd(
+        exchanged: Tensor = all_to_all_single_autograd(
             rows.contiguous(), list(received), list(sent), self._group
         )
-        if isinstance(exchanged, AsyncCollectiveTensor):  # without a gradient, torch waits later
-            exchanged = exchanged.wait()
-        result: Tensor = exchanged
-        return result
+        return exchanged
 
 
 def _sums(results: Tensor, token: Tensor, count: int) -> Tensor:

@@ -133,7 +133,7 @@ class Routers:
         if self.top_k == 1 or len(experts) == 0:
             return
         repeats = bool((experts[:, :, 0] == experts[:, :, 1]).any())
-        first = np.sort(experts[0], axis=-1)
+        first = np.sort(experts[0])  # along the last axis
         if repeats or bool((first[:, 1:] == first[:, :-1]).any()):
             raise RoutesNotRecorded(
                 "an engine returned the same expert twice for a token: it did not record which "
@@ -175,10 +175,10 @@ class Routers:
         with selection:
             routed = forward(*inputs, **options)
         # Otherwise experts were chosen in a way that this class does not replace.
-        if selection.count != 1:
+        if len(selection.chosen) != 1:
             raise _refused(self._config, "its routers do not choose experts with one topk")
         if self._recorded is not None:
-            self._recorded[layer] = selection.chosen
+            self._recorded[layer] = selection.chosen[0]
         return routed
 
 
@@ -193,10 +193,8 @@ class _Selection(TorchFunctionMode):  # type: ignore[misc]  # torch is not typed
 
     def __init__(self, experts: int, top_k: int, given: Tensor | None) -> None:
         super().__init__()
-        self.count = 0
-        """Calls that selected experts."""
-        self.chosen: Tensor | None = None
-        """[T, top_k] the experts that the pass used."""
+        self.chosen: list[Tensor] = []
+        """[T, top_k] the experts to use, for each call that selected experts."""
         self._experts = experts
         self._top_k = top_k
         self._given = given
@@ -213,7 +211,6 @@ class _Selection(TorchFunctionMode):  # type: ignore[misc]  # torch is not typed
         if shape != (self._experts, self._top_k):  # of groups of experts, for instance
             return found
 
-        self.count += 1
         indices = found.indices
         if self._given is not None:
             given = self._given.long() - 1
@@ -221,7 +218,7 @@ class _Selection(TorchFunctionMode):  # type: ignore[misc]  # torch is not typed
                 given = given.reshape(indices.shape)
             indices = torch.where(given < 0, indices, given)
             found = torch.return_types.topk((scores.gather(-1, indices), indices))
-        self.chosen = indices.reshape(-1, self._top_k)
+        self.chosen.append(indices.reshape(-1, self._top_k))
         return found
 
 

@@ -1,18 +1,20 @@
 """Routing replay: a model computes tokens with given experts, and weighs them by its own router."""
 
 from collections.abc import Callable
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from common.errors import ConfigError
 from common.settings.sections import TrainerSection
 from learning.layout import Layout, Packed, Padded
-from learning.routing import RoutedRow, Routers, Routes, RoutesNotRecorded
+from learning.routing import RoutedRow, Routers, Routes, RoutesNotRecorded, _Selection
 from learning.sharding import prepare
 from tests.support.errors import raises
 from tests.support.models.tiny_models import make
@@ -26,6 +28,7 @@ _MOE: dict[str, Any] = {
     "num_experts_per_tok": _TOP_K,
     "norm_topk_prob": True,
 }
+REFUSED = {"field": "trainer.routing_replay", "value": "True"}
 FAMILIES: dict[str, dict[str, Any]] = {
     "Qwen3-MoE": _MOE,
     "Mixtral": {"num_local_experts": _EXPERTS},
@@ -78,18 +81,22 @@ def test_a_family_replays_its_own_routing_and_follows_another(kind: str) -> None
     assert not torch.allclose(with_experts((recorded + 1) % routers.experts + 1), expected)
 
 
-@pytest.mark.parametrize("kind", ["Qwen3", "jetmoe"])
-def test_models_without_such_routers_are_refused(kind: str) -> None:
-    with raises(ConfigError, field="trainer.routing_replay", value="True"):
+@pytest.mark.parametrize(
+    ("kind", "reason"), [("Qwen3", "no layer with experts"), ("jetmoe", "no layer with experts")]
+)
+def test_models_without_such_routers_are_refused(kind: str, reason: str) -> None:
+    with raises(ConfigError, **REFUSED) as refused:
         Routers(make(kind))
+    assert reason in str(refused.value)
 
 
 def test_a_router_that_chooses_otherwise_is_refused() -> None:
     """Phi-3.5-MoE takes the highest score twice, with random numbers in training."""
     model = make("phimoe")
     routers = Routers(model)
-    with routers.recording(), raises(ConfigError, field="trainer.routing_replay", value="True"):
+    with routers.recording(), raises(ConfigError, **REFUSED) as refused:
         model(input_ids=torch.arange(3, 9)[None], use_cache=False)
+    assert "with one topk" in str(refused.value)
 
 
 @pytest.mark.parametrize(
@@ -116,8 +123,169 @@ def test_experts_that_no_router_chose_are_refused(
     assert np.array_equal(read().completion, routes[1].completion)
     (layer, place), (_, other) = places
     experts[token, layer, other if place == 0 else 1] = experts[token, layer, place]
-    with raises(RoutesNotRecorded, field="trainer.routing_replay"):
+    with raises(RoutesNotRecorded, **REFUSED):
         read()
+
+
+@pytest.mark.parametrize("top_k", [1, 2, 3, 4])
+@pytest.mark.parametrize("seed", range(10))
+def test_experts_are_refused_if_a_check_by_hand_finds_one_twice(top_k: int, seed: int) -> None:
+    """In the first two places of any token, and in all places of the first; the layer without
+    experts, which has zeros, does not count."""
+    model = make(
+        "glm4_moe", n_routed_experts=40, num_experts_per_tok=top_k, num_hidden_layers=4, n_group=1
+    )
+    routers = Routers(model)
+    dense = 1
+    rng = np.random.default_rng(seed)
+    for tokens in range(5):
+        experts = rng.integers(0, 40, (tokens, routers.layers, top_k))
+        experts[:, :dense] = 0
+        first_twice = any(
+            len(set(layer[:2])) < len(layer[:2])
+            for token in experts.tolist()
+            for layer in token[dense:]
+        )
+        some_twice = any(
+            len(set(layer)) < top_k for token in experts[:1].tolist() for layer in token[dense:]
+        )
+        of_row = RoutedRow(
+            prompt=experts.astype(np.uint8).reshape(-1), completion=np.zeros(0, np.uint8)
+        )
+        prompt = np.arange(tokens, dtype=np.int32)
+        read = partial(routers.read, of_row, prompt, np.zeros(1, np.int32))
+        if first_twice or some_twice:
+            with raises(RoutesNotRecorded, **REFUSED):
+                read()
+        else:
+            assert np.array_equal(read().prompt, experts.reshape(tokens, routers.width))
+
+
+CALLS: dict[str, Callable[[Tensor, int], Any]] = {
+    "a function": lambda scores, count: torch.topk(scores, count),
+    "a method": lambda scores, count: scores.topk(count, dim=-1),
+    "by name": lambda scores, count: torch.topk(input=scores, k=count, dim=-1),
+}
+
+
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+@pytest.mark.parametrize("seed", range(6))
+def test_a_selection_is_by_hand_where_experts_are_given(
+    call: Callable[[Tensor, int], Any], seed: int
+) -> None:
+    """0 stands for the router's own choice. Other calls are left as they are."""
+    draws = np.random.default_rng(seed)
+    experts = int(draws.integers(3, 9))
+    top_k = int(draws.integers(1, experts))
+    tokens = int(draws.integers(1, 7))
+    torch.manual_seed(seed)
+    scores = torch.rand(tokens, experts)
+    if seed % 2:
+        scores = scores[None]  # routers see [T, experts] or [1, T, experts]
+    own = scores.topk(top_k).indices.reshape(tokens, top_k)
+    rows = 1 if seed % 3 == 0 else tokens
+    given = torch.from_numpy(draws.integers(0, experts + 1, (rows, top_k)).astype(np.int16))
+    expected = [
+        [int(wish) - 1 if wish else int(choice) for wish, choice in zip(*pair, strict=True)]
+        for pair in zip(given.expand(tokens, top_k), own, strict=True)
+    ]
+
+    for wishes, indices in ((given, torch.tensor(expected)), (None, own)):
+        selection = _Selection(experts, top_k, wishes)
+        with selection:
+            others = call(scores[..., 1:], min(top_k, experts - 1))
+            fewer = call(scores, top_k - 1)
+            values, found = call(scores, top_k)
+            ordered = scores.sort().indices
+        assert torch.equal(found, indices.view_as(found))
+        assert torch.equal(values, scores.gather(-1, found))
+        assert [chosen.tolist() for chosen in selection.chosen] == [indices.tolist()]
+        assert torch.equal(others.indices, scores[..., 1:].topk(min(top_k, experts - 1)).indices)
+        assert torch.equal(fewer.indices, scores.topk(top_k - 1).indices)
+        assert torch.equal(ordered, scores.sort().indices)
+
+
+class Mixture(nn.Module):  # type: ignore[misc]  # torch is not typed here
+    """Layers of which some have experts, and a router beside them by the name given."""
+
+    base_model_prefix = "model"
+
+    def __init__(self, routers: list[str | None], **sizes: Any) -> None:
+        super().__init__()
+        sizes = {"num_hidden_layers": len(routers), "num_experts_per_tok": 2} | sizes
+        text = SimpleNamespace(model_type="stub", **sizes)
+        self.config = SimpleNamespace(get_text_config=lambda: text)
+        self.model = nn.Module()
+        self.model.layers = nn.ModuleList()
+        for name in routers:
+            block = nn.Module()
+            block.add_module("gate_proj", nn.Linear(4, 4))
+            if name is not None:
+                block.add_module("experts", nn.Linear(4, 4))
+                block.add_module(name, Chooser())
+            self.model.layers.append(nn.ModuleDict({"norm": nn.Linear(1, 1), "mlp": block}))
+
+    def route(self, scores: Tensor) -> list[Tensor]:
+        found = []
+        for layer in self.model.layers:
+            for name, part in layer.mlp.named_children():
+                if isinstance(part, Chooser):
+                    assert name in ("gate", "router")
+                    found.append(part(scores, top_k=2))
+        return found
+
+
+class Chooser(nn.Module):  # type: ignore[misc]
+    def forward(self, scores: Tensor, *, top_k: int) -> Tensor:
+        indices: Tensor = scores.topk(top_k).indices
+        return indices
+
+
+@pytest.mark.parametrize("count", ["num_experts", "num_local_experts", "n_routed_experts"])
+def test_routers_are_found_by_their_names_and_sizes_and_given_experts_layer_by_layer(
+    count: str,
+) -> None:
+    model = Mixture([None, "gate", None, "router"], **{count: 5})
+    routers = Routers(model)
+    assert (routers.experts, routers.top_k, routers.layers, routers.width) == (5, 2, 4, 8)
+
+    scores = torch.rand(3, 5, generator=torch.Generator().manual_seed(0))
+    own = scores.topk(2).indices
+    assert all(torch.equal(found, own) for found in model.route(scores))
+    # Experts of the first two tokens; the router chooses those of the third.
+    given = torch.randint(1, 6, (8, 3), generator=torch.Generator().manual_seed(1))
+    given[:, 2] = 0
+    routers.given = given.to(torch.int16)
+    expected = [
+        torch.cat([given[2:4, :2].T - 1, own[2:]]),
+        torch.cat([given[6:8, :2].T - 1, own[2:]]),
+    ]
+    with routers.recording():
+        found = model.route(scores)
+        recorded = routers.recorded()
+    assert [each.tolist() for each in found] == [each.tolist() for each in expected]
+    nothing = torch.zeros(3, 2, dtype=torch.long)
+    by_layer = torch.cat([nothing, expected[0], nothing, expected[1]], 1)
+    assert torch.equal(recorded, by_layer.T)
+    with pytest.raises(AssertionError):
+        routers.recorded()
+
+
+@pytest.mark.parametrize(
+    ("routers", "sizes"),
+    [
+        ([None, None], {"num_experts": 4}),
+        (["other"], {"num_experts": 4}),
+        (["gate"], {}),
+        (["gate"], {"num_experts": None}),
+        (["gate"], {"num_experts": 4, "num_experts_per_tok": None}),
+    ],
+)
+def test_a_model_is_refused_that_lacks_a_router_or_its_sizes(
+    routers: list[str | None], sizes: dict[str, Any]
+) -> None:
+    with raises(ConfigError, **REFUSED):
+        Routers(Mixture(routers, **sizes))
 
 
 def follow_by_hand(model: Any, experts: Tensor) -> None:
@@ -282,5 +450,6 @@ def test_experts_of_another_model_are_refused(numbers: list[int]) -> None:
     routers = Routers(make("Qwen3-MoE", **_MOE))
     ids = np.array([5], np.int32)
     read: Callable[[], Routes] = lambda: routers.read(raw(numbers, "<u1"), ids, ids)  # noqa: E731
-    with raises(ConfigError, code="config", field="trainer.routing_replay"):
+    with raises(ConfigError, **REFUSED) as refused:
         read()
+    assert "are not those of this model" in str(refused.value)

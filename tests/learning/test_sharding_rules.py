@@ -11,9 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
+from common.errors import ConfigError
 from common.settings.sections import TrainerSection
 from learning import experts, sharding
-from learning.sharding import prepare, shard
+from learning.sharding import prepare, shard, sum_gradients_after
+from tests.support.errors import raises
 from tests.support.models.tiny_models import make
 
 CASES = list(itertools.product([False, True], repeat=6))
@@ -126,6 +128,60 @@ def test_layers_are_compiled_where_there_is_triton_unless_it_is_set(
     prepare(model, TrainerSection(compile=compiles), True, torch.device(kind))
     expected = {"auto": kind == "cuda"}.get(compiles, compiles)
     assert len(compiled) == (len(sharding.layers(model)) if expected else 0)
+
+
+def test_a_model_whose_layers_nobody_knows_needs_none_unless_something_is_set() -> None:
+    """`auto` computes nothing again where the memory is not known, and so asks for no layers."""
+    model: Any = nn.Module()
+    model.base_model_prefix = "body"
+    model.body = nn.Module()
+    model._no_split_modules = None
+    device = torch.device("cpu")
+    for checkpointing, trained in (("auto", True), (False, True), (True, False)):
+        settings = TrainerSection(activation_checkpointing=checkpointing, compile="auto")
+        prepare(model, settings, trained, device)
+    for settings in (TrainerSection(activation_checkpointing=True), TrainerSection(compile=True)):
+        with raises(ConfigError, field="parallel.shard_size", value="Module"):
+            prepare(model, settings, True, device)
+
+
+@pytest.mark.parametrize(
+    ("has_room", "gathers_once", "last"), list(itertools.product([False, True], repeat=3))
+)
+def test_which_pass_sums_gradients_and_frees_weights(
+    monkeypatch: pytest.MonkeyPatch, has_room: bool, gathers_once: bool, last: bool
+) -> None:
+    told: list[tuple[str, bool]] = []
+    asked: list[tuple[int, int]] = []
+
+    class Sharded(nn.Module):  # type: ignore[misc]  # torch is not typed here
+        def __init__(self) -> None:
+            super().__init__()
+            self.gathers_once = gathers_once
+            self.adapter = nn.Linear(3, 5, bias=False)
+            self.frozen = nn.Linear(7, 7).requires_grad_(False)
+
+        def set_requires_gradient_sync(self, value: bool) -> None:
+            told.append(("sum over all ranks", value))
+
+        def set_requires_all_reduce(self, value: bool) -> None:
+            told.append(("sum over the copies", value))
+
+        def set_reshard_after_backward(self, value: bool) -> None:
+            told.append(("free", value))
+
+    def sums_once(trained: int, ranks: int) -> bool:
+        asked.append((trained, ranks))
+        return has_room
+
+    monkeypatch.setattr(sharding, "FSDPModule", Sharded)
+    monkeypatch.setattr(sharding, "sums_once", sums_once)
+    ranks: Any = SimpleNamespace(world_size=6)
+    sum_gradients_after(Sharded(), ranks, last)
+    frees = [("free", last)] if gathers_once else []
+    over = "sum over all ranks" if has_room else "sum over the copies"
+    assert told == [(over, last), *frees]
+    assert asked == [(15, 6)]
 
 
 @pytest.mark.parametrize("is_an_argument", [True, False])

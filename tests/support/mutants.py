@@ -52,12 +52,20 @@ from tests.support import operators
 from tests.support.operators import Change
 from tests.support.paths import ROOT
 
+_OF_RANKS = [
+    "tests/learning/test_divided_experts.py",
+    "tests/learning/test_routing.py",
+    "tests/learning/test_sharding_rules.py",
+    "tests/learning/test_thread_ranks.py",
+    "tests/trainer/policy/test_expert_parallel.py",
+]
 _TESTS = {
     "common/weights": ["tests/trainer/weights", "tests/services/rollout"],
     "jobgroup/doctor": ["tests/jobgroup"],
-    "learning/experts.py": ["tests/learning", "tests/trainer/policy"],
+    "learning/experts.py": _OF_RANKS,
     "learning/liveness.py": ["tests/learning"],
-    "learning/sharding.py": ["tests/learning", "tests/trainer/policy"],
+    "learning/routing.py": _OF_RANKS,
+    "learning/sharding.py": _OF_RANKS,
     "services/data/stream.py": ["tests/services/data"],
     "services/replay/store.py": ["tests/services/replay"],
     "trainer/audit": ["tests/trainer/audit", "tests/trainer/observe/test_audit.py"],
