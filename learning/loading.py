@@ -295,7 +295,13 @@ def load(
     root = wrap(model)
 
     # On this rank's device, or its share of them.
-    prepare(model, config.trainer, trained=trained, device=ranks.device)
+    prepare(
+        model,
+        config.trainer,
+        trained=trained,
+        device=ranks.device,
+        divides_experts=ranks.expert_size > 1,
+    )
     offload = config.parallel.offload_optimizer and trained and ranks.sharded
     if ranks.sharded:
         shard(

@@ -25,7 +25,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from common.errors import ConfigError
 from common.models.memory import sums_once
 from common.settings.sections import TrainerSection
-from learning.experts import divide_experts
+from learning.experts import divide_experts, expert_modules
 from learning.kernels import has_triton
 from learning.linear_layers import is_by_rows
 from learning.ranks import Ranks
@@ -59,15 +59,21 @@ def layers(model: Any) -> list[Any]:
     return units
 
 
-def prepare(model: Any, settings: TrainerSection, trained: bool, device: torch.device) -> None:
+def prepare(
+    model: Any,
+    settings: TrainerSection,
+    trained: bool,
+    device: torch.device,
+    *,
+    divides_experts: bool = False,
+) -> None:
     """Applies `trainer.compile` and `trainer.activation_checkpointing` to every decoder layer,
-    without renaming anything.
+    without renaming anything. Experts that are to be divided are compiled by themselves.
     """
+    # `auto` computes nothing again: nobody knows the memory, as on a CPU.
     checkpointing = settings.activation_checkpointing if trained else False
-    if checkpointing == "auto":  # nobody knows the memory, as on a CPU
-        checkpointing = False
     compiled = has_triton(device.type) if settings.compile == "auto" else settings.compile
-    if not (compiled or checkpointing):
+    if not (compiled or checkpointing in (True, "selective")):
         return
     for layer in layers(model):
         # Calls over rows would be a graph each, and leave a layer that is computed again in parts:
@@ -89,6 +95,16 @@ def prepare(model: Any, settings: TrainerSection, trained: bool, device: torch.d
                     part.forward = _compiled(part.forward)
         if checkpointing is True:
             layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
+    if compiled and divides_experts and checkpointing != "selective":
+        _compile_experts(model)
+
+
+def _compile_experts(model: Any) -> None:
+    """Compiles the experts of every layer, whose exchange `torch.compile` leaves out, and with it
+    what is inside.
+    """
+    for module in expert_modules(model):
+        module.forward = _compiled(module.forward)
 
 
 def _compiled(forward: Any) -> Any:

@@ -4,18 +4,20 @@ numbers of ranks, experts and tokens. The ranks are threads of this process."""
 import copy
 import inspect
 import random
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.functional import silu
 from transformers.models.qwen3_moe.configuration_qwen3_moe import Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from learning import experts
-from learning.sharding import full, local, region
+from learning.sharding import _compiled, full, local, region
 from tests.support.processes.thread_ranks import run_in_threads
 
 pytestmark = pytest.mark.filterwarnings("ignore:Set timeout is now only supported")
@@ -36,9 +38,11 @@ class Layer(nn.Module):  # type: ignore[misc]  # torch is not typed here
         for parameter in self.experts.parameters():
             nn.init.normal_(parameter)
 
-    def divided(self, ranks: int) -> tuple[Any, Any]:
+    def divided(self, ranks: int, *, compiles: bool = False) -> tuple[Any, Any]:
         """Returns a copy with this rank's experts, and the object that computes with them."""
         copied = copy.deepcopy(self).to("meta")
+        if compiles:
+            copied.experts.forward = _compiled(copied.experts.forward)
         mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("expert",))
         (module,) = experts.divide_experts(copied, mesh)
         for name, parameter in module.named_parameters():
@@ -152,6 +156,44 @@ def test_results_gradients_and_what_travels_are_as_by_hand(
         # experts; sums come back.
         back = [row[rank] for row in needed]
         assert travelled == [needed[rank]] * 3 + [back]
+
+
+# dynamo triggers this warning.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+@pytest.mark.parametrize("seed", [0, 3, 5])
+@pytest.mark.slow
+@pytest.mark.integration
+def test_experts_between_the_exchanges_are_one_graph(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Compiled, they compute the same, although what disables the compiler is around them."""
+    # Only the graphs of dynamo and autograd matter here, so the slow C++ compiler is left out.
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+    torch._dynamo.reset()
+    counters.clear()
+    case = Case(seed)
+    case.layer.experts.config._experts_implementation = "grouped_mm"
+
+    def work(rank: int) -> list[list[Tensor]]:
+        found = []
+        for compiles in (False, True):
+            module, _ = case.layer.divided(case.ranks, compiles=compiles)
+            states, chosen, weights, gradient = case.inputs(rank)
+            states.requires_grad_()
+            weights.requires_grad_()
+            with torch.no_grad():
+                scored = module(states, chosen, weights)
+            result = module(states, chosen, weights)
+            result.backward(gradient)
+            of_weights = [full(each.grad) for each in module.parameters()]
+            found.append([scored, result.detach(), states.grad, weights.grad, *of_weights])
+        return found
+
+    for plain, compiled in run_in_threads(case.ranks, work):
+        torch.testing.assert_close(compiled, plain)
+    # With and without gradients, of one pair and of more.
+    assert 0 < counters["stats"]["unique_graphs"] <= 8
+    assert not counters["graph_break"]
 
 
 @pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16])

@@ -382,6 +382,23 @@ def test_a_layer_with_calls_over_rows_is_compiled_around_them(
     assert len(compiled) == 1
 
 
+@pytest.mark.parametrize("checkpointing", [False, True, "selective"])
+@pytest.mark.parametrize("compiles", [False, True])
+@pytest.mark.parametrize("divides", [False, True])
+def test_experts_are_compiled_by_themselves_where_they_are_divided(
+    compiled: list[Any], moe: Any, checkpointing: Any, compiles: bool, divides: bool
+) -> None:
+    """But not inside a selective checkpoint, which sees operators and no graphs."""
+    model = copy.deepcopy(moe)
+    own = [module.forward for module in experts.expert_modules(model)]
+    settings = TrainerSection(activation_checkpointing=checkpointing, compile=compiles)
+    prepare(model, settings, True, torch.device("cpu"), divides_experts=divides)
+    by_themselves = [forward for forward in own if forward in compiled]
+    expected = compiles and divides and checkpointing != "selective"
+    assert by_themselves == (own if expected else [])
+    assert len(compiled) == len(by_themselves) + (len(layers(model)) if compiles else 0)
+
+
 def test_the_decoder_layers_of_models_without_a_stack() -> None:
     class Block(nn.Module):  # type: ignore[misc]
         pass
@@ -396,6 +413,15 @@ def test_the_decoder_layers_of_models_without_a_stack() -> None:
 
     model = Other()
     assert layers(model) == [model.body[0], model.body[2]]
+
+    class Multimodal(Other):
+        def get_decoder(self) -> Any:
+            return self.text
+
+    both = Multimodal()
+    both.text = nn.Module()
+    both.text.layers = nn.ModuleList([Block(), Block(), Block()])
+    assert layers(both) == list(both.text.layers)
     model._no_split_modules = None
     with pytest.raises(ConfigError) as refused:
         layers(model)
