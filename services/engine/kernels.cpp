@@ -109,11 +109,11 @@ inline std::vector<double> ends_of_blocks(const std::vector<float>& weights) {
 
 extern "C" {
 
-// The RMS norm of each row: in, out [rows, size]; weight [size].
-void norm(const float* in, const float* weight, float epsilon, float* out, int64_t rows,
+// The RMS norm of each row: hidden, out [rows, size]; weight [size].
+void norm(const float* hidden, const float* weight, float epsilon, float* out, int64_t rows,
           int64_t size) {
     for (int64_t row = 0; row < rows; ++row)
-        normalise(in + row * size, weight, epsilon, size, out + row * size);
+        normalise(hidden + row * size, weight, epsilon, size, out + row * size);
 }
 
 // SiLU of the first half of each row, times the second: both [rows, 2 · size], out [rows, size].
@@ -154,16 +154,16 @@ void rotate(float* states, const int64_t* positions, const float* rotations,
     }
 }
 
-// Attention of tokens to the earlier ones of their rows, and to themselves. `rows` and `positions`
-// [tokens] say where they are; keys and values [.., kv_heads, columns, size] are those of all rows,
-// and get those of states [tokens, heads + 2 · kv_heads, size]. out [tokens, heads, size].
-void attend(const float* states, const int64_t* rows, const int64_t* positions, float* keys,
+// Attention of tokens to the earlier ones of their rows, and to themselves. `token_rows` and
+// `positions` [tokens] say where they are; keys and values [.., kv_heads, columns, size] are those of
+// all rows, and get those of states [tokens, heads + 2 · kv_heads, size]. out [tokens, heads, size].
+void attend(const float* states, const int64_t* token_rows, const int64_t* positions, float* keys,
             float* values, float* out, int64_t tokens, int64_t heads, int64_t kv_heads,
             int64_t size, int64_t columns, float scale, int64_t threads) {
     int64_t width = (heads + 2 * kv_heads) * size;
     int64_t shared = heads / kv_heads;
     auto row_of = [&](int64_t token, int64_t kv_head) {
-        return (rows[token] * kv_heads + kv_head) * columns * size;
+        return (token_rows[token] * kv_heads + kv_head) * columns * size;
     };
 
     // All of them first: some of the tokens may be of one row.

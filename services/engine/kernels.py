@@ -16,6 +16,7 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -38,21 +39,33 @@ class _Tensor:
         return ctypes.c_void_p(tensor.data_ptr())
 
 
-_SIZE = ctypes.c_int64
-_NUMBER = ctypes.c_float
-_ARGUMENTS: dict[str, list[Any]] = {
-    "norm": [*[_Tensor] * 2, _NUMBER, _Tensor, *[_SIZE] * 2],
-    "gate": [*[_Tensor] * 2, *[_SIZE] * 2],
-    "rotate": [*[_Tensor] * 5, _NUMBER, *[_SIZE] * 4],
-    "attend": [*[_Tensor] * 6, *[_SIZE] * 5, _NUMBER, _SIZE],
-    "draw": [*[_Tensor] * 5, *[_SIZE] * 3],
+_HEADS = ("heads", "kv_heads", "size")
+_KERNELS = {
+    "norm": ("hidden", "weight", "epsilon", "out", "rows", "size"),
+    "gate": ("both", "out", "rows", "size"),
+    "rotate": (
+        *("states", "positions", "rotations", "query_norm", "key_norm", "epsilon", "tokens"),
+        *_HEADS,
+    ),
+    "attend": (
+        *("states", "token_rows", "positions", "keys", "values", "out", "tokens"),
+        *_HEADS,
+        *("columns", "scale", "threads"),
+    ),
+    "draw": ("logits", "temperatures", "uniforms", "allowed", "out", "rows", "size", "threads"),
 }
+"""The kernels with their arguments, in their order."""
+_TYPES = {
+    **dict.fromkeys(("epsilon", "scale"), ctypes.c_float),
+    **dict.fromkeys(("rows", "tokens", *_HEADS, "columns", "threads"), ctypes.c_int64),
+}
+"""All other arguments are tensors."""
 
 
 @functools.cache
 def compiled() -> Any:
-    """Returns the library with the functions of `kernels.cpp`; None, and logs why, where it cannot
-    be compiled.
+    """Returns the functions of `kernels.cpp`, which take their arguments by name; None, and logs
+    why, where it cannot be compiled.
     """
     # A wider instruction set gains nothing, and machines with and without it would round otherwise.
     has_avx2 = torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
@@ -74,11 +87,15 @@ def compiled() -> Any:
             said,
         )
         return None
-    for name, types in _ARGUMENTS.items():
-        function = getattr(library, name)
-        function.argtypes = types
-        function.restype = None
-    return library
+    functions = SimpleNamespace()
+    for name, arguments in _KERNELS.items():
+        types: list[Any] = [_TYPES.get(argument, _Tensor) for argument in arguments]
+        is_input = 1
+        flags = tuple((is_input, argument) for argument in arguments)
+        # ctypes calls it with arguments by name.
+        function = ctypes.CFUNCTYPE(None, *types)((name, library), flags)
+        setattr(functions, name, function)
+    return functions
 
 
 def _library(command: list[str]) -> ctypes.CDLL:

@@ -109,23 +109,23 @@ class _Layer:
 
         both = linear(_normed(hidden, self._norms[1]), *self._gates)
         inner = both.new_empty(batch, length, both.shape[2] // 2)
-        compiled().gate(both, inner, batch * length, inner.shape[2])
+        compiled().gate(both=both, out=inner, rows=batch * length, size=inner.shape[2])
         _add_product(hidden, inner, self._down)
 
     def _rotate(self, states: Tensor, positions: Tensor) -> None:
         """Normalises, in models that do so, and rotates queries and keys in place."""
         query_norm, key_norm = self._head_norms
         compiled().rotate(
-            states,
-            positions,
-            self._rotations,
-            None if query_norm is None else query_norm.weight,
-            None if key_norm is None else key_norm.weight,
-            0.0 if query_norm is None else query_norm.variance_epsilon,
-            len(positions),
-            self._heads,
-            self._kv_heads,
-            self._size,
+            states=states,
+            positions=positions,
+            rotations=self._rotations,
+            query_norm=None if query_norm is None else query_norm.weight,
+            key_norm=None if key_norm is None else key_norm.weight,
+            epsilon=0.0 if query_norm is None else query_norm.variance_epsilon,
+            tokens=len(positions),
+            heads=self._heads,
+            kv_heads=self._kv_heads,
+            size=self._size,
         )
 
     def _attended(self, states: Tensor, positions: Tensor, kept: Any, rows: Tensor) -> Tensor:
@@ -137,19 +137,19 @@ class _Layer:
             kept.make_room(like, like)
         found = states.new_empty(len(rows), 1, self._heads * self._size)
         compiled().attend(
-            states,
-            rows,
-            positions,
-            kept.keys,
-            kept.values,
-            found,
-            len(rows),
-            self._heads,
-            self._kv_heads,
-            self._size,
-            kept.keys.shape[2],
-            self._scale,
-            torch.get_num_threads(),
+            states=states,
+            token_rows=rows,
+            positions=positions,
+            keys=kept.keys,
+            values=kept.values,
+            out=found,
+            tokens=len(rows),
+            heads=self._heads,
+            kv_heads=self._kv_heads,
+            size=self._size,
+            columns=kept.keys.shape[2],
+            scale=self._scale,
+            threads=torch.get_num_threads(),
         )
         return found
 
@@ -158,7 +158,12 @@ def _normed(hidden: Tensor, norm: Any) -> Tensor:
     size = hidden.shape[-1]
     normed = torch.empty_like(hidden)
     compiled().norm(
-        hidden, norm.weight, norm.variance_epsilon, normed, hidden.numel() // size, size
+        hidden=hidden,
+        weight=norm.weight,
+        epsilon=norm.variance_epsilon,
+        out=normed,
+        rows=hidden.numel() // size,
+        size=size,
     )
     return normed
 

@@ -102,16 +102,17 @@ def _chosen(
     """Returns a token of each row of `logits` [B, V] among those `allowed` [B, V], or all, and its
     log-probability among all: float64 [2, B].
     """
-    if logits.device.type == "cpu" and (kernels := compiled()):
+    if logits.device.type == "cpu" and compiled():
         drawn = torch.empty(2, len(logits), dtype=torch.float64)
-        kernels.draw(
-            logits.contiguous(),
-            temperature.contiguous(),
-            uniform.contiguous(),
-            allowed,
-            drawn,
-            *logits.shape,
-            torch.get_num_threads(),
+        compiled().draw(
+            logits=logits.contiguous(),
+            temperatures=temperature.contiguous(),
+            uniforms=uniform.contiguous(),
+            allowed=allowed,
+            out=drawn,
+            rows=len(logits),
+            size=logits.shape[1],
+            threads=torch.get_num_threads(),
         )
         return drawn
 

@@ -32,7 +32,7 @@ def test_embedded_kernel_of_norms_equals_torch(size: int) -> None:
     hidden = random_numbers(5, size, seed=size, scale=4)
     weight = random_numbers(size, seed=size + 1)
     found = torch.empty_like(hidden)
-    compiled().norm(hidden, weight, 1e-5, found, 5, size)
+    compiled().norm(hidden=hidden, weight=weight, epsilon=1e-5, out=found, rows=5, size=size)
     wanted = nn.functional.rms_norm(hidden.double(), (size,), weight.double(), 1e-5)
     torch.testing.assert_close(found.double(), wanted, atol=ROUNDING, rtol=ROUNDING)
 
@@ -43,7 +43,7 @@ def test_embedded_kernel_of_gates_equals_torch_also_where_exponentials_overflow(
     both = random_numbers(4, 2 * size, seed=size, scale=4)
     both[0, :size] = torch.tensor([-200.0, 200.0, -88.0, 88.0, 0.0]).repeat(size)[:size]
     found = torch.empty(4, size)
-    compiled().gate(both, found, 4, size)
+    compiled().gate(both=both, out=found, rows=4, size=size)
     gates, ups = both.double().chunk(2, -1)
     wanted = nn.functional.silu(gates) * ups
     torch.testing.assert_close(found.double(), wanted, atol=ROUNDING, rtol=ROUNDING)
@@ -70,8 +70,18 @@ def test_embedded_kernel_of_rotations_turns_pairs_of_queries_and_keys(
     norms = random_numbers(2, size, seed=3)
     before = states.double()
 
-    weights = tuple(norms) if normed else (None, None)
-    compiled().rotate(states, positions, rotations, *weights, 1e-6, 5, heads, kv_heads, size)
+    compiled().rotate(
+        states=states,
+        positions=positions,
+        rotations=rotations,
+        query_norm=norms[0] if normed else None,
+        key_norm=norms[1] if normed else None,
+        epsilon=1e-6,
+        tokens=5,
+        heads=heads,
+        kv_heads=kv_heads,
+        size=size,
+    )
     queries, keys, values = before.split((heads, kv_heads, kv_heads), 1)
     if normed:
         queries = nn.functional.rms_norm(queries, (size,), norms[0].double(), 1e-6)
@@ -101,8 +111,21 @@ def test_embedded_kernel_of_attention_sees_the_earlier_tokens_of_the_row(
     all_values[rows, :, positions] = new_values
 
     found = torch.empty(5, heads, size)
-    shape = (5, heads, kv_heads, size, 12)
-    compiled().attend(states, rows, positions, keys, values, found, *shape, 0.3, threads)
+    compiled().attend(
+        states=states,
+        token_rows=rows,
+        positions=positions,
+        keys=keys,
+        values=values,
+        out=found,
+        tokens=5,
+        heads=heads,
+        kv_heads=kv_heads,
+        size=size,
+        columns=12,
+        scale=0.3,
+        threads=threads,
+    )
     assert torch.equal(keys, all_keys)
     assert torch.equal(values, all_values)
     for token, (row, position) in enumerate(zip(rows, positions, strict=True)):
@@ -119,10 +142,24 @@ def test_embedded_kernel_of_attention_sees_the_earlier_tokens_of_the_row(
 
 
 def drawn(
-    logits: Tensor, temperature: Tensor, uniform: Tensor, allowed: Tensor | None, threads: int = 1
+    logits: Tensor,
+    *,
+    temperature: Tensor,
+    uniform: Tensor,
+    allowed: Tensor | None = None,
+    threads: int = 1,
 ) -> Tensor:
     found = torch.empty(2, len(logits), dtype=torch.float64)
-    compiled().draw(logits, temperature, uniform, allowed, found, *logits.shape, threads)
+    compiled().draw(
+        logits=logits,
+        temperatures=temperature,
+        uniforms=uniform,
+        allowed=allowed,
+        out=found,
+        rows=len(logits),
+        size=logits.shape[1],
+        threads=threads,
+    )
     return found
 
 
@@ -143,7 +180,9 @@ def test_embedded_kernel_of_draws_inverts_the_distribution(
     if limited:
         allowed = torch.rand(rows, size, generator=generator) < 0.3
         allowed[:, size // 2] = True
-    tokens, logprobs = drawn(logits, temperature, uniform, allowed, threads)
+    tokens, logprobs = drawn(
+        logits, temperature=temperature, uniform=uniform, allowed=allowed, threads=threads
+    )
 
     logs = (logits.double() / temperature[:, None]).log_softmax(-1)
     weights = logs.exp() if allowed is None else logs.exp() * allowed
@@ -170,10 +209,11 @@ def test_embedded_kernels_do_not_depend_on_where_a_row_lies(size: int) -> None:
         moved = torch.empty(size + 16)[offset : offset + size]
         moved.copy_(row)
         normed = torch.empty(size + 16)[15 - offset :][:size]
-        compiled().norm(moved, row, 1e-6, normed, 1, size)
+        compiled().norm(hidden=moved, weight=row, epsilon=1e-6, out=normed, rows=1, size=size)
         gated = torch.empty(size // 2)
-        compiled().gate(moved[: size // 2 * 2], gated, 1, size // 2)
-        token = drawn(moved[None], one, number, None)
+        half = size // 2
+        compiled().gate(both=moved[: 2 * half], out=gated, rows=1, size=half)
+        token = drawn(moved[None], temperature=one, uniform=number)
         found.add((*normed.tolist(), *gated.tolist(), *token.flatten().tolist()))
     assert len(found) == 1
 
