@@ -376,15 +376,13 @@ _FLEET = {
         "(worker.silence_s >= _SILENT_S or not _serves(worker.report, manifest))",
         "worker.silence_s < _SILENT_S",
     ),
-    "the trainer goes on before a node that it excludes knows that": Bug(
+    "the trainer goes on while a node that it excludes has a permission": Bug(
         "trainer/weights/board.py",
-        "            while any(self._may_list(worker.report.name, now) for worker in excluded):\n",
+        "            while any(map(self._may_list, excluded)):\n",
         "            while False:\n",
     ),
-    "a node that updates counts as one that is not listed": Bug(
-        "trainer/weights/board.py",
-        'worker.report.state not in ("ready", "updating")',
-        'worker.report.state != "ready"',
+    "a permission ends before its agent takes the engine out": Bug(
+        "trainer/weights/board.py", "_PERMISSION_S = 30.0", "_PERMISSION_S = 1.0"
     ),
     "a node that came back is not waited for": Bug(
         "trainer/weights/board.py",

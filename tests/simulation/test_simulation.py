@@ -25,6 +25,9 @@ LISTED_WHILE_IT_STARTS = (97,)
 SET_BACK = (41, 40_023)
 """Seeds with which a late copy of a call makes an engine load older weights again."""
 
+NOT_HEARD = (70_150,)
+"""Seeds with which an agent is told that the trainer goes on without it, and does not get the answer."""
+
 FORGOTTEN = (10_021, 20_223)
 """Seeds with which a replay-buffer that lost its volume does not know that the run of a trainer which
 wakes up has ended: it took that run's groups, and was full of them; each of two trainers got the
@@ -83,6 +86,10 @@ def test_an_engine_that_the_router_still_lists_does_not_start() -> None:
 
 def test_an_engine_that_a_late_call_makes_older_leaves_the_router_and_comes_back() -> None:
     simulate_all(SET_BACK, "fleet")
+
+
+def test_an_agent_that_has_not_heard_that_it_is_excluded_lists_no_old_weights() -> None:
+    simulate_all(NOT_HEARD, "fleet")
 
 
 @pytest.mark.integration

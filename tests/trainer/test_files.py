@@ -224,8 +224,9 @@ def test_a_worker_that_does_not_confirm_is_fenced(config: Config, tmp_path: Path
 
 
 def test_a_fenced_worker_is_waited_for_again_only_after_it_caught_up(
-    config: Config, tmp_path: Path
+    config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("trainer.weights.board._PERMISSION_S", 0.1)
     fenced: list[str] = []
     publish, board, policy = publisher(config, tmp_path, 1.0, fenced)
     board.report(report(1, node=0))
@@ -248,6 +249,7 @@ def test_a_silent_worker_is_not_waited_for_and_gets_no_traffic(
 ) -> None:
     """Its agent may be stopped or cut off while its engine still answers with old weights."""
     monkeypatch.setattr("trainer.weights.board._SILENT_S", 5.0)
+    monkeypatch.setattr("trainer.weights.board._PERMISSION_S", 5.0)
     fenced: list[str] = []
     publish, board, policy = publisher(config, tmp_path, 60, fenced)
     board.report(report(1, node=0))

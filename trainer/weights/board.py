@@ -39,6 +39,9 @@ _KEEP = 3
 """Versions that stay on disk: a slow node may still download the one before the newest."""
 _SILENT_S = 30.0
 """A worker that has not reported for this long counts as gone."""
+_PERMISSION_S = 30.0
+"""This long after an agent was last told that its engine may get requests, it has taken it out of
+the router: it does so after 20 s."""
 _QUIET_S = 8.0
 """A worker that has not reported for this long may hang; agents report every five seconds."""
 _FORGOTTEN_S = 600.0
@@ -126,6 +129,8 @@ class WeightBoard:
         """The newest version with which the trainer goes on."""
         self._excluded: set[str] = set()
         """Nodes that `wait_confirmed` does not wait for."""
+        self._may_list_until: dict[str, float] = {}
+        """When the last permission of each node ends, if no other one follows."""
 
     def announce(self, manifest: WeightManifest) -> None:
         """Makes `manifest` the latest version and removes old ones from disk."""
@@ -320,6 +325,7 @@ class WeightBoard:
             may_serve = self._confirmed is None or any(_has(report, each) for each in used)
             if may_serve:
                 self._excluded.discard(report.name)  # from now on it is waited for
+                self._may_list_until[report.name] = time.monotonic() + _PERMISSION_S
             previous = self._workers.get(report.name)
             remembered = {
                 name: worker
@@ -360,40 +366,37 @@ class WeightBoard:
 
     def _go_on_without(self, manifest: WeightManifest) -> list[WorkerReport]:
         """Excludes the nodes that do not serve `manifest` and those that fell silent; returns their
-        reports, once each of them knows it or is silent.
+        reports, once the permission of each has ended, or it serves `manifest`.
         """
         self._complete = True
-        now = time.monotonic()
         with self._lock:
             # At one moment: from now on a report of another version is answered with no.
             self._confirmed = manifest
-            excluded = [
-                worker
+            excluded = {
+                name: worker
                 for name, worker in self._workers.items()
                 if name not in self._excluded
                 and (worker.silence_s >= _SILENT_S or not _serves(worker.report, manifest))
-            ]
-            self._excluded.update(worker.report.name for worker in excluded)
-        for worker in excluded:
+            }
+            self._excluded.update(excluded)
+        for name, worker in excluded.items():
             if worker.silence_s >= _SILENT_S:
                 log.error(
                     "%s: no report for %.0f s: its agent hangs, is cut off or is gone; it gets no "
                     "requests, and training continues without it until it reports",
-                    worker.report.name,
+                    name,
                     worker.silence_s,
                 )
-        # An agent that does not know it yet would list its engine again.
+        # Until then an agent may list its engine. That it was told otherwise does not say that it
+        # knows: the answer to its report may be lost.
         with self._lock:
-            while any(self._may_list(worker.report.name, now) for worker in excluded):
+            while any(map(self._may_list, excluded)):
                 self._lock.wait(timeout=0.2)
-        return [worker.report for worker in excluded]
+            return [excluded[name].report for name in excluded if name in self._excluded]
 
-    def _may_list(self, name: str, excluded_at: float) -> bool:
-        """Whether an agent lists its engine and has not reported since its node was excluded."""
-        worker = self._workers.get(name)
-        if worker is None or worker.report.state not in ("ready", "updating"):
-            return False
-        return worker.at < excluded_at and worker.silence_s < _SILENT_S
+    def _may_list(self, name: str) -> bool:
+        """Whether the agent of a node that was excluded may still list its engine."""
+        return name in self._excluded and time.monotonic() < self._may_list_until.get(name, 0.0)
 
     def wait_confirmed(
         self,

@@ -132,6 +132,7 @@ def test_a_node_that_comes_late_takes_files_and_is_in_the_next_group(
     both: SyncedNodes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("trainer.weights.board._SILENT_S", 8.0)
+    monkeypatch.setattr("trainer.weights.board._PERMISSION_S", 8.0)
     publisher = both.publisher("late", "distributed")
     publisher.publish(both.weights().items(), 1)
     both.nodes[1].end()

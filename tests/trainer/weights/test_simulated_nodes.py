@@ -20,6 +20,7 @@ LIMIT_S = 5.0
 FORGIVEN_S = 0.5
 """A look comes every 0.2 s."""
 SILENT_S = 30.0
+PERMISSION_S = 30.0
 MANIFEST = WeightManifest(version=3, run_id="run")
 
 
@@ -114,6 +115,7 @@ def random_node(draw: random.Random, number: int) -> Node:
 def test_who_moves_is_waited_for_and_who_does_not_is_left_behind(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:
+    monkeypatch.setattr(board, "_PERMISSION_S", 0.0)  # it has a test of its own
     draw = random.Random(seed)
     nodes = [random_node(draw, number) for number in range(draw.randint(1, 3))]
     simulation = Simulation(nodes, tmp_path, monkeypatch)
@@ -147,6 +149,40 @@ def test_who_moves_is_waited_for_and_who_does_not_is_left_behind(
         report = node.report(end, len(nodes)).model_copy(update={"state": "ready", "version": 2})
         assert simulation.board.report(report) == (not simulation.board._confirmed)
         assert simulation.board.report(report.model_copy(update={"version": 3}))
+
+
+@pytest.mark.parametrize(
+    ("version", "arrives", "end_s"),
+    [(2, math.inf, LIMIT_S + PERMISSION_S), (2, 12.0, 12.0), (1, math.inf, LIMIT_S)],
+)
+def test_nobody_goes_on_while_an_agent_may_list_older_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: int, arrives: float, end_s: float
+) -> None:
+    """It is told that it may not, but the answer to a report may be lost. An engine that did not
+    even have the version before has no permission.
+    """
+    simulation = Simulation([Node(0, arrives=0.0), Node(1, arrives=arrives)], tmp_path, monkeypatch)
+    report = simulation.board.report
+    simulation.board._confirmed = MANIFEST.model_copy(update={"version": 2})
+    answers: list[bool] = []
+
+    def reported(sent: WorkerReport) -> bool:
+        if sent.version != MANIFEST.version:
+            sent = sent.model_copy(update={"version": version})
+        may_serve = report(sent)
+        if sent.name == "rollout-server-1":
+            answers.append(may_serve)
+        return may_serve
+
+    monkeypatch.setattr(simulation.board, "report", reported)
+    simulation.report()
+    left = simulation.board.wait_confirmed(MANIFEST, LIMIT_S, print)
+    assert simulation.now == pytest.approx(end_s, abs=2 * FORGIVEN_S)
+    assert answers[0] == (version == 2)
+    # It keeps its requests if it serves the weights before its permission has ended.
+    is_left = math.isinf(arrives)
+    assert [worker.name for worker in left] == ["rollout-server-1"] * is_left
+    assert answers[-1] != is_left
 
 
 @pytest.mark.parametrize("silent", [-40.0, -20.0, 0.0])

@@ -69,7 +69,8 @@ def fall_silent(nodes: Nodes, seconds: Callable[[], float], patch: pytest.Monkey
 
 
 @pytest.fixture
-def nodes(tmp_path: Path) -> Iterator[Nodes]:
+def nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Nodes]:
+    monkeypatch.setattr(board, "_PERMISSION_S", 0.1)
     nodes = Nodes(tmp_path)
     nodes.report()
     with ThreadPoolExecutor(2) as pool:
