@@ -1,6 +1,7 @@
 """The data-server's client."""
 
 from collections.abc import Sequence
+from typing import Any
 
 from common.clients.base import Client
 from common.wire.schemas import PassRateReport, Prompt, PromptBatch
@@ -32,14 +33,15 @@ class DataClient(Client):
         response = await self.request("GET", path, params={"limit": limit, "offset": offset})
         return [Prompt.model_validate(item) for item in response.json()["prompts"]]
 
-    async def total(self) -> int:
-        return int((await self.request("GET", "/stats")).json()["total_available"])
+    async def stats(self) -> dict[str, Any]:
+        return await self.json("GET", "/stats", dict[str, Any])
 
-    async def seek(self, position: int, request_id: str | None = None) -> None:
+    async def seek(self, position: int, request_id: str | None = None, replaces: str = "") -> None:
         """Moves the shuffled stream to `position`, counted in prompts from its beginning. A copy
-        with the same id that arrives late moves nothing.
+        with the same id that arrives late moves nothing. The caller's run begins, unless another
+        one than `replaces` is the current one: this raises ServiceError (`superseded`).
         """
-        body = {"position": position, "request_id": request_id}
+        body = {"position": position, "request_id": request_id, "replaces": replaces}
         await self.request("POST", "/seek", json=body)
 
     async def report_pass_rates(

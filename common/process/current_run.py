@@ -9,16 +9,25 @@ class CurrentRun:
     """Knows which run has begun last; `begun` are the runs so far, in their order."""
 
     def __init__(self, begun: Sequence[str] = ()) -> None:
-        self._run = ""
+        self.current = ""
+        """Empty before the first run."""
         self._ended = set[str]()
         for run_id in begun:
             self.begin(run_id)
 
     def begin(self, run_id: str) -> None:
         """Ends the current run, unless this is it or has no id."""
-        if run_id and run_id != self._run:
-            self._ended.add(self._run)
-            self._run = run_id
+        if run_id and run_id != self.current:
+            self._ended.add(self.current)
+            self.current = run_id
+
+    def check_begin(self, run_id: str, replaces: str) -> None:
+        """Raises Conflict unless a run may begin. It may end `replaces` alone, which its trainer
+        knew as the current one: a claim that arrives late ends no run that has begun meanwhile.
+        """
+        self.check(run_id)
+        if self.current != replaces:
+            self.check_current(run_id)
 
     def check(self, run_id: str) -> None:
         """Raises Conflict for a run after which another one has begun: its calls arrive late, or
@@ -31,9 +40,9 @@ class CurrentRun:
         """Raises Conflict for another run than the current one, also for one that is not known to
         have begun: a service that lost what it stored does not know the runs before.
         """
-        if run_id and self._run and run_id != self._run:
+        if run_id and self.current and run_id != self.current:
             raise Conflict(
-                f"run {run_id} is over for this service: run {self._run} began after it",
+                f"run {run_id} is over for this service: run {self.current} began after it",
                 code="superseded",
                 field="run_id",
                 value=run_id,

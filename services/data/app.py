@@ -55,6 +55,8 @@ class Seek(Position):
 
     request_id: WireRequestId | None = None
     """A copy with the same id moves nothing."""
+    replaces: str = Field("", max_length=128)
+    """The current run, which the caller's run may end; it ends no other one."""
 
 
 class ListedPrompts(Wire):
@@ -168,7 +170,7 @@ def _add_routes(
         """Sets the shuffled stream to a position, and a curriculum to its state at that
         position.
         """
-        stream.seek(body.position, body.request_id)
+        stream.seek(body.position, body.request_id, body.replaces)
         return Position(position=body.position)
 
     @app.post("/pass_rates")

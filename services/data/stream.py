@@ -56,6 +56,8 @@ class StreamStats(Wire):
     prompts_served: int
     """Prompts handed out by both streams since the state directory was created; repeated responses
     count once."""
+    run: str
+    """The run that has begun last; empty before the first."""
     curriculum: CurriculumStats | None = None
     """Absent without a curriculum."""
 
@@ -180,34 +182,37 @@ class PromptStream(SqliteStore):
             position, _ = self._cursor(db, _SHUFFLED)
             self._curriculum.report(db, request_id, by_place, position)
 
-    def seek(self, position: int, request_id: str | None = None) -> None:
+    def seek(self, position: int, request_id: str | None = None, replaces: str = "") -> None:
         """Continues the shuffled stream at `position`, counted in prompts from its beginning. A
         repeated `request_id` moves nothing.
 
         Forgets remembered batches that reach beyond it, since their prompts are drawn again. A
         curriculum returns to its state at that position. The caller's run begins: calls of the
-        runs before it raise Conflict.
+        runs before it raise Conflict. So does this one when another run than `replaces` is the
+        current one.
         """
         run_id = logs.run_id()
-        with self.transaction() as db:
-            self._runs.check(run_id)
-            if request_id is not None:
-                if self._repeated(request_id, _SEEK, count=0) is not None:
-                    return
-                moved = {"stream": _SEEK, "position": position, "count": 0}
-                self.remember(_CALL, request_id, moved)
-            _, served = self._cursor(db, _SHUFFLED)
-            self._set_cursor(db, _SHUFFLED, position, served)
-            db.execute(
-                "DELETE FROM answers WHERE json_extract(answer, '$.stream') = ? AND "
-                "json_extract(answer, '$.position') + json_extract(answer, '$.count') > ?",
-                (_SHUFFLED, position),
-            )
-            if self._curriculum:
-                self._curriculum.rewind(db, position)
-            if run_id not in self.runs():
-                self.begin_run(run_id)
-        self._runs.begin(run_id)
+        # The lock, so that runs are known here in the order in which they are stored.
+        with self._lock:
+            with self.transaction() as db:
+                self._runs.check_begin(run_id, replaces)
+                if request_id is not None:
+                    if self._repeated(request_id, _SEEK, count=0) is not None:
+                        return
+                    moved = {"stream": _SEEK, "position": position, "count": 0}
+                    self.remember(_CALL, request_id, moved)
+                _, served = self._cursor(db, _SHUFFLED)
+                self._set_cursor(db, _SHUFFLED, position, served)
+                db.execute(
+                    "DELETE FROM answers WHERE json_extract(answer, '$.stream') = ? AND "
+                    "json_extract(answer, '$.position') + json_extract(answer, '$.count') > ?",
+                    (_SHUFFLED, position),
+                )
+                if self._curriculum:
+                    self._curriculum.rewind(db, position)
+                if run_id not in self.runs():
+                    self.begin_run(run_id)
+            self._runs.begin(run_id)
 
     def reset(self) -> None:
         """Restarts both streams and forgets remembered requests and pass rates."""
@@ -228,6 +233,7 @@ class PromptStream(SqliteStore):
             position=position,
             epoch=position // len(self.prompts),
             prompts_served=shuffled + ordered,
+            run=self._runs.current,
             curriculum=curriculum,
         )
 

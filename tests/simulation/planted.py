@@ -538,19 +538,22 @@ _TAKEOVER = {
     ),
     "a run that has ended sets the stream back": Bug(
         "services/data/stream.py",
-        "            self._runs.check(run_id)\n            if request_id",
-        "            if request_id",
+        "                self._runs.check_begin(run_id, replaces)\n",
+        "",
     ),
     "a data-server that starts again knows of no runs": Bug(
         "services/data/stream.py",
-        "                self.begin_run(run_id)\n",
-        "                pass\n",
+        "                    self.begin_run(run_id)\n",
+        "                    pass\n",
     ),
-    "no run ends": Bug("common/process/current_run.py", "            self._run = run_id\n", ""),
+    "no run ends": Bug("common/process/current_run.py", "            self.current = run_id\n", ""),
     "a run that is not known to have begun is let in": Bug(
         "common/process/current_run.py",
-        "if run_id and self._run and run_id != self._run:",
+        "if run_id and self.current and run_id != self.current:",
         "if run_id in self._ended:",
+    ),
+    "a claim of a run that comes late ends a later run": Bug(
+        "common/process/current_run.py", "if self.current != replaces:", "if False:"
     ),
     # ---------------------------------------------------------------- the lock of their directory
     "a heartbeat counts as none": Bug(

@@ -25,7 +25,7 @@ from trainer.rollouts.ground_truths import GroundTruthCheck
 from trainer.rollouts.priorities import load_priority, reuse_request
 from trainer.rollouts.prompt_cursor import PromptCursor, PromptProgress
 from trainer.rollouts.services import RolloutContext
-from trainer.rollouts.start import set_back, total_steps
+from trainer.rollouts.start import begin
 
 log = logging.getLogger(__name__)
 _SAY_EVERY_S = 30.0
@@ -93,11 +93,10 @@ class Rollouts:
         Raises ConfigError for too little data, for another run's experience that would be reused,
         and for a reward function that fails.
         """
-        context = self._context
-        self._total_steps = self._loop.call(total_steps(context, self._fresh_per_step))
         position = self._cursor.progress.position
-        trained = step * self._fresh_per_step
-        self._loop.call(set_back(context, step, position, known=known, trained=trained))
+        self._total_steps = self._loop.call(
+            begin(self._context, self._fresh_per_step, step, position, known=known)
+        )
         return self._total_steps
 
     def wait_until_idle(self) -> None:

@@ -6,46 +6,35 @@ The functions run in the event loop of the clients.
 import logging
 
 from common.errors import ConfigError
+from common.settings.sections import TrainerSection
 from trainer.rollouts.services import RolloutContext
 from trainer.rollouts.trial import try_rewards
 
 log = logging.getLogger(__name__)
 
 
-async def total_steps(context: RolloutContext, fresh_per_step: int) -> int:
-    """Returns the number of steps of the whole run, with `fresh_per_step` new groups in each.
-    Raises ConfigError for too little data.
-    """
-    settings = context.config.trainer
-    prompts = await context.services.data.total() * settings.num_epochs
-    steps = settings.max_steps or prompts // fresh_per_step
-    if steps == 0:
-        raise ConfigError(
-            f"{prompts} prompts over all epochs are too few for one batch",
-            field="trainer.batch_size",
-            value=settings.batch_size,
-            remedy="lower it, raise trainer.num_epochs, or set trainer.max_steps",
-        )
-    return steps
-
-
-async def set_back(
-    context: RolloutContext, step: int, position: int, *, known: bool, trained: int
-) -> None:
-    """Sets the services to the position after `step` steps.
+async def begin(
+    context: RolloutContext, fresh_per_step: int, step: int, position: int, *, known: bool
+) -> int:
+    """Begins the run at the services, which it sets to the position after `step` steps; returns the
+    number of steps of the whole run.
 
     Args:
         context: the services of the run.
+        fresh_per_step: new groups in each step.
         step: the policy's step.
         position: the position in the prompt stream.
         known: whether the experience in the replay-buffer belongs to this run.
-        trained: fresh groups that this run has trained on.
 
-    Raises ConfigError when another run's experience would be reused, or a reward function fails.
+    Raises ConfigError for too little data, when another run's experience would be reused, or when a
+    reward function fails; ServiceError when another run has begun meanwhile.
     """
     config = context.config
     services = context.services
     reuses = config.replay.reuse_ratio > 0
+    data = await services.data.stats()
+    total = _total_steps(config.trainer, data["total_available"], fresh_per_step)
+    trained = step * fresh_per_step
     stats = await services.replay.stats()
     if stats["added"] < trained:
         log.warning(
@@ -79,4 +68,20 @@ async def set_back(
     if has_ground_truths and not known and not services.rewards_tried:
         (prompt,) = await services.data.train_prompts(1, 0)
         await try_rewards(services.reward, prompt)
-    await services.data.seek(position, f"{context.run_id}-start")
+    # The replay-buffer alone decides on the order of runs. So this ends the run that was current
+    # before this one began there, and none that has begun since.
+    await services.data.seek(position, f"{context.run_id}-start", data["run"])
+    return total
+
+
+def _total_steps(settings: TrainerSection, problems: int, fresh_per_step: int) -> int:
+    prompts = problems * settings.num_epochs
+    steps = settings.max_steps or prompts // fresh_per_step
+    if steps == 0:
+        raise ConfigError(
+            f"{prompts} prompts over all epochs are too few for one batch",
+            field="trainer.batch_size",
+            value=settings.batch_size,
+            remedy="lower it, raise trainer.num_epochs, or set trainer.max_steps",
+        )
+    return steps

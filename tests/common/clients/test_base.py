@@ -94,7 +94,7 @@ async def test_unreachable_names_the_service_and_the_reason() -> None:
             Unreachable,
             match="data-server did not answer GET /stats in time: Cannot connect to host",
         ) as caught:
-            await client.total()
+            await client.stats()
     assert caught.value.value == f"http://127.0.0.1:{port}"
     assert caught.value.remedy == "look at the log of data-server"
 

@@ -70,7 +70,7 @@ async def test_the_client_walks_an_epoch_and_seeks(client: DataClient) -> None:
     assert (await client.prompts(10, "later")).prompts == batches[1].prompts
     await client.seek(10, "back")  # a copy that arrives late moves nothing
     assert await client.eval_prompts(3) == EVAL[:3]
-    assert await client.total() == 30
+    assert (await client.stats())["total_available"] == 30
     await client.flush()
     stats = (await client.http.get("/stats")).json()
     assert stats.pop("load")["requests"] == 1
@@ -80,6 +80,7 @@ async def test_the_client_walks_an_epoch_and_seeks(client: DataClient) -> None:
         "position": 20,
         "epoch": 0,
         "prompts_served": 40,
+        "run": "",
     }
     await client.request("POST", "/reset")
     assert (await client.prompts(10, "r0")).prompts == batches[0].prompts

@@ -210,7 +210,7 @@ def test_late_calls_of_a_run_that_has_ended_change_nothing(tmp_path: Path) -> No
     source = stream(tmp_path)
     for run in ("run-1", "run-2"):
         with logs.request("start", run):
-            source.seek(0, f"{run}-start")
+            source.seek(0, f"{run}-start", replaces=source.stats().run)
             steps(source, 0, 2)
     before = source.stats()
     late: list[Callable[[], object]] = [

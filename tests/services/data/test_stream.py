@@ -144,9 +144,9 @@ def test_seek_goes_back_and_draws_anew(tmp_path: Path) -> None:
 def test_calls_of_a_run_that_has_ended_move_nothing_after_a_restart(tmp_path: Path) -> None:
     """As from the buffers of a proxy that outlived the service."""
     stream = PromptStream(prompts(), 0, tmp_path)
-    for run in ("run-1", "run-2"):
+    for run, before in (("run-1", ""), ("run-2", "run-1")):
         with logs.request("start", run):
-            stream.seek(4, request_id=f"{run}-seek")
+            stream.seek(4, request_id=f"{run}-seek", replaces=before)
     stream.close()
     stream = PromptStream(prompts(), 0, tmp_path)
     with logs.request("late", "run-1"):
@@ -156,6 +156,25 @@ def test_calls_of_a_run_that_has_ended_move_nothing_after_a_restart(tmp_path: Pa
     with logs.request("work", "run-2"):
         stream.seek(0, request_id="run-2-seek")  # repeated
         assert stream.take(2).position == 4
+
+
+def test_a_run_ends_the_one_that_its_trainer_knew_and_no_other(tmp_path: Path) -> None:
+    """The call with which it begins may be late: meanwhile a later run has begun."""
+    stream = PromptStream(prompts(), 0, tmp_path)
+    with logs.request("start", "run-1"):
+        stream.seek(2, request_id="run-1-start", replaces=stream.stats().run)
+    assert stream.stats().run == "run-1"
+    with logs.request("start", "run-3"):
+        stream.seek(4, request_id="run-3-start", replaces="run-1")
+    with logs.request("late", "run-2"):
+        for replaces in ("", "run-1"):
+            with raises(Conflict, code="superseded", value="run-2"):
+                stream.seek(0, request_id="run-2-start", replaces=replaces)
+    with logs.request("work", "run-3"):
+        stream.seek(6, request_id="run-3-back")  # its own run goes on
+        assert stream.take(2).position == 6
+    stream.seek(1)  # by hand, without a run
+    assert (stream.stats().run, stream.stats().position) == ("run-3", 1)
 
 
 def test_reset_starts_both_streams_over(tmp_path: Path) -> None:

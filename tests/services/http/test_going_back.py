@@ -65,7 +65,7 @@ REPLAY_CALLS: list[Callable[[ReplayClient], Awaitable[object]]] = [
 DATA_CALLS: list[Callable[[DataClient], Awaitable[object]]] = [
     lambda client: client.prompts(2, "later"),
     lambda client: client.seek(0),
-    lambda client: client.total(),
+    lambda client: client.stats(),
 ]
 
 
