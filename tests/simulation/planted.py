@@ -552,9 +552,6 @@ _TAKEOVER = {
         "if run_id and self.current and run_id != self.current:",
         "if run_id in self._ended:",
     ),
-    "a claim of a run that comes late ends a later run": Bug(
-        "common/process/current_run.py", "if self.current != replaces:", "if False:"
-    ),
     # ---------------------------------------------------------------- the lock of their directory
     "a heartbeat counts as none": Bug(
         "common/process/run_lock.py",
