@@ -221,7 +221,7 @@ class Test:
         leave = contextlib.suppress.__exit__
 
         def suppress(manager: Any, kind: Any, error: Any, trace: Any) -> bool:
-            self._caught(error)
+            self._caught()
             return bool(leave(manager, kind, error, trace))
 
         contextlib.suppress.__exit__ = suppress  # type: ignore[method-assign]
@@ -243,7 +243,7 @@ class Test:
                 **names.library,
                 "__file__": "/test_solution.py",
                 _CHECKED: checks.count_one,
-                _CAUGHT: lambda: self._caught(sys.exc_info()[1]),
+                _CAUGHT: self._caught,
                 _SAME: same,
                 _TYPE: _type_of,
             }
@@ -267,10 +267,11 @@ class Test:
         if checks.written and not checks.executed:
             raise AssertionError("the program kept the test from checking anything")
 
-    def _caught(self, error: BaseException | None) -> None:
-        """Ends the test when one of its `except` clauses is about to hide that a check of the test
-        failed.
+    def _caught(self) -> None:
+        """Ends the test when a check of it has failed, and an `except` clause of the test or an
+        exception of the program is about to hide that.
         """
+        error = sys.exc_info()[1]
         if isinstance(error, AssertionError) and _TEXT not in vars(error):
             self.end("error", f"AssertionError: {error}"[:200])
 
@@ -365,6 +366,8 @@ class Test:
                         self._send(["answer", self._dumps(self._asked(*content))])
                 except Exception as error:
                     self.end("died", f"the program sent what is no answer: {error!r:.80}")
+            # In `finally` or `__exit__` it would take the place of a check that has failed.
+            self._caught()
             raise raised
 
     def _send(self, message: Any) -> None:

@@ -196,3 +196,38 @@ RIGHT = [
 
 def test_honest_tests_of_many_kinds_pass(code: CodeRewardFunction) -> None:
     assert passed(code, PROGRAM, RIGHT) == RIGHT
+
+
+HIDING = """
+class Store:
+    def __enter__(self): return self
+    def __exit__(self, *error): raise ValueError("closed")
+    def close(self): raise ValueError("closed")
+    def get(self, x): return 2 * x
+    def refuse(self): raise ValueError("refused")
+"""
+
+
+@pytest.mark.parametrize(
+    "test",
+    [
+        "with pytest.raises(ValueError):\n    with Store() as store:\n"
+        "        assert store.get(2) == 4\n        store.refuse()",
+        "try:\n    with Store() as store:\n        assert store.get(2) == 4\n"
+        "except ValueError:\n    pass",
+        "with pytest.raises(ValueError), contextlib.ExitStack() as stack:\n"
+        "    store = stack.enter_context(Store())\n    assert store.get(2) == 4\n"
+        "    store.refuse()",
+        "store = Store()\nwith pytest.raises(ValueError):\n    try:\n"
+        "        assert store.get(2) == 4\n    finally:\n        store.close()",
+        "class Case(unittest.TestCase):\n    def test_it(self):\n"
+        "        with self.assertRaises(ValueError), Store() as store:\n"
+        "            self.assertEqual(store.get(2), 4)\n            store.refuse()",
+    ],
+)
+def test_an_exception_of_the_program_does_not_hide_a_failed_check(
+    code: CodeRewardFunction, test: str
+) -> None:
+    test = f"import contextlib, pytest, unittest\n{test}"
+    assert passed(code, HIDING, [test]) == [test]
+    assert passed(code, HIDING.replace("2 * x", "0"), [test]) == []
