@@ -6,7 +6,7 @@ Every step takes time linear in the length of any text: responses are untrusted.
 
 import re
 
-from common.prompts.phrases import phrases
+from common.prompts.retractions import RETRACTION
 
 BOX = r"\\(?:A?boxed|fbox|framebox)"
 # The names that chat templates give to thoughts, in any of their brackets.
@@ -25,9 +25,7 @@ _THOUGHT = re.compile(
 OPENED_THOUGHT = re.compile(
     rf"(?:<(?:seed:)?{_NAME}>|<\|begin_of_{_NAME}\|>|◁think▷|\[THINK\])\s*\Z", re.IGNORECASE
 )
-_SIGNS_OF_THOUGHT = (
-    "</", "<|", "<t", "<T", "<s", "<r", "<R", "<a", "<A", "<u", "◁", "[THINK]", "final",
-)  # fmt: skip
+_SIGN_OF_THOUGHT = re.compile(r"<[/|tTsrRaAu] | ◁ | \[THINK\] | final", re.VERBOSE)
 _STOP_TOKEN = re.compile(
     r"""<(?: \|\w*(?:end|eo[a-z]|return|start|im_)\w*\|> | ｜[^<>｜]{1,40}｜> | /?s>|eos>|pad>
         | (?:start|end)_of_turn>)""",
@@ -49,44 +47,11 @@ _PROOF_END = (
     r"\\(?:blacksquare|qed(?:symbol|here)?|checkmark)(?![A-Za-z])|\\(?:square|Box)\s*(?=\$|\\[\])])"
 )
 _PROOF_ENDS = re.compile(rf"\$\s*(?:{_PROOF_END})\s*\$|{_PROOF_END}")
-# What follows "\boxed{9}. ": "This answer is wrong", "Oops, I forgot one", "No, it is 8", "But one
-# is lost, which leaves 8". A comparison ("but Ben has 8"), a condition and a check take nothing
-# back.
-_RETRACTED = re.compile(
-    rf"""[.!?\n。！？,;(，；（—–}}>][\s*_$)\]]{{0,8}}(?=[^\W\d_])
-    (?:(?P<wavers>{phrases("interjection")}\b[\s,.!…:，。、：—–-]{{1,4}})){{0,3}}+
-    (?: (?:please\ )?{phrases("withdrawn")}\b
-    | (?(wavers)(?:that|this|it|i|(?:my|the)\ answer|the\ above)
-        | (?:(?:but|so|therefore|thus|hence)\b,?\ )?
-          (?:my|this|that|the|the\ above)\ answer(?:\ above)?)
-      (?:['’]s|\ is|\ was|\ am)?\ {phrases("taken back")}\b
-    | (?(wavers)
-        | (?:{phrases("turn")}|then(?=[^.!?\n]{{0,200}}\b(?:leav|left|remain)))(?:\b|(?<=[一-鿿]))
-          (?![^.!?\n。]{{0,200}}\b(?:if|would|could|wenn|si|если|如果)\b))
-      (?=[^.!?\n。！？]{{0,200}}[0-9$(])
-      (?! .{{0,300}}(?:[✓✅]|\b(?:matche[sd]|consistent|confirm(?:s|ed)|works|holds|stands
-        |satisf\w+|as\ (?:required|expected|desired)
-        |(?:this|that|it|answer)\ is\ (?:indeed\ )?(?:correct|right))\b))
-      # its sentence, up to a value
-      (?:[^.!?\n。！？]|\.(?=[0-9])){{0,200}}?
-      (?: (?P<concludes>(?:\b{phrases("concludes")}\s|[是为剩下有]|は\s?)
-          (?:(?:only|now|just|noch|nur|que|plus\ que|sólo|solo|apenas)\s){{0,2}}
-        | (?(wavers)
-            (?:(?<=[,.!…:—–-]\s)|(?<=[，。、：])|(?<=\bno\s)|(?<=rather\s)|(?<=mean\s)|(?<=meant\s))
-            (?:[^\W\d_]+['’\s]+){{0,3}} | (?!)))
-      | \b )
-      (?=(?:\$|\\\()?\s?[-−]?(?:\\?[$€£¥])?
-        (?:\\[dt]?frac\{{[^{{}}\n]{{1,20}}\}}\{{[^{{}}\n]{{1,20}}\}}|[0-9.,/]*[0-9]
-        |(?<=[$(])[^$\n]{{1,80}}(?=\$|\\\)))(?:\$|\\\))?%?
-        (?(concludes)(?:\s?[^\W\d_]+){{0,3}}|(?:\ \w+)?\ (?:are\ |is\ )?(?:left|remain)\w*)
-        [*\s)）]{{0,4}}(?:[.!\n。！,;，]|\Z)) )""",
-    re.IGNORECASE | re.VERBOSE | re.DOTALL,
-)
 
 
 def without_thoughts(text: str) -> str:
     """Returns the text outside thoughts, closed or not."""
-    if not any(sign in text for sign in _SIGNS_OF_THOUGHT):
+    if not _SIGN_OF_THOUGHT.search(text):
         return text
     kept: list[str] = []
     position = 0
@@ -124,5 +89,5 @@ def answering_part(text: str) -> str:
     text = _TAG.sub(lambda tag: "\n" if tag["line"] else "", text)
     text = _PROOF_ENDS.sub("", text)
     # What a later box states again is not taken back. A bound, for a model that repeats itself.
-    *retracted, kept = _RETRACTED.split(text.rpartition("boxed{")[-1][-4096:])
+    *retracted, kept = RETRACTION.split(text.rpartition("boxed{")[-1][-4096:])
     return kept if retracted else text

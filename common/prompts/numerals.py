@@ -9,7 +9,7 @@ from fractions import Fraction
 # Each takes all digits on its left: 3 ten-thousands and 6000.
 _SIZES = {"亿": 10**8, "億": 10**8, "万": 10**4, "萬": 10**4, "千": 1000, "百": 100, "十": 10}
 _DIGITS = {digit: value for value, digit in enumerate("零一二三四五六七八九")} | {"〇": 0, "两": 2}
-_SEPARATORS = str.maketrans({"٫": ".", "٬": ",", "．": ".", "，": ",", "－": "-"})
+_SEPARATORS = str.maketrans("٫٬．，－", ".,.,-")
 _SPACE = re.compile("[\u00a0\u2007\u2009\u202f]")  # those that do not break a line
 _GROUPED = re.compile(rf"(?<![0-9.,])[0-9]{{1,3}}(?:{_SPACE.pattern}[0-9]{{3}})+(?![0-9])")
 _ONES = "零〇一二两三四五六七八九"
@@ -40,7 +40,7 @@ def in_digits(text: str) -> str:
 
 
 def _converted(match: re.Match[str]) -> str:
-    numerals = [match[name] for name in ("whole", "above", "below", "percent") if match[name]]
+    numerals = filter(None, match.group("whole", "above", "below", "percent"))
     try:
         values = [_value(numeral.replace(" ", "")) for numeral in numerals]
     except ValueError:
@@ -59,7 +59,7 @@ def _value(numeral: str) -> Fraction:
     """
     if re.fullmatch(r"[0-9]+(?:\.[0-9]+)?", numeral):
         return Fraction(numeral)
-    if len(numeral) == 1 and numeral in _DIGITS:
+    if numeral in _DIGITS:
         return Fraction(_DIGITS[numeral])
     for name, size in _SIZES.items():
         left, found, right = numeral.rpartition(name)
@@ -68,9 +68,9 @@ def _value(numeral: str) -> Fraction:
             is_short = len(right) == 1 and right not in "零〇十" and size > 10
             if is_short or rest >= size:
                 break
-            return (_value(left) if left else 1) * size + rest
+            return _value(left or "1") * size + rest
     raise ValueError(numeral)
 
 
 def _decimal(value: Fraction) -> str:
-    return str(value.numerator) if value.denominator == 1 else str(float(value))
+    return str(value if value.denominator == 1 else float(value))

@@ -189,32 +189,27 @@ class Prompter:
 
     def token_ids(self, prompt: Prompt) -> list[int]:
         """Returns the token ids of a prompt; see `prompt_text` and `text_ids`."""
-        return self.all_token_ids([prompt])[0]
-
-    def all_token_ids(self, prompts: Sequence[Prompt]) -> list[list[int]]:
-        """Returns `token_ids` of several prompts. Raises ConfigError for a token that the model
-        lacks.
-        """
-        return [each.token_ids for each in self.tokenised(prompts)]
+        return self.tokenised([prompt])[0].token_ids
 
     def tokenised(self, prompts: Sequence[Prompt]) -> list[TokenisedPrompt]:
-        """Returns several prompts, each rendered once. Raises as `all_token_ids`."""
+        """Returns several prompts, each rendered once. Raises ConfigError for a token that the
+        model lacks.
+        """
         texts = [prompt_text(prompt, self.style, self.tokenizer) for prompt in prompts]
         found = text_ids(texts, self.style, self.tokenizer)
-        for prompt, token_ids in zip(prompts, found, strict=True):
+        tokenised: list[TokenisedPrompt] = []
+        for prompt, text, token_ids in zip(prompts, texts, found, strict=True):
             largest = max(token_ids, default=0)
             if self.vocabulary is not None and largest >= self.vocabulary:
-                text = self.tokenizer.decode([largest])
+                shown = self.tokenizer.decode([largest])
                 raise ConfigError(
-                    f"the prompt of {prompt.id} has the token {largest} ({text!r}), but the model "
+                    f"the prompt of {prompt.id} has the token {largest} ({shown!r}), but the model "
                     f"knows only {self.vocabulary}",
                     field="model.name",
                     value=self.tokenizer.name_or_path,
                     remedy="call model.resize_token_embeddings(len(tokenizer)) and save both, or "
                     "use the model's own tokenizer",
                 )
-        tokenised: list[TokenisedPrompt] = []
-        for text, token_ids in zip(texts, found, strict=True):
             opened = OPENED_THOUGHT.search(text.removesuffix(self.style.prefill))
             start = (opened[0] if opened else "") + self.style.prefill
             tokenised.append(TokenisedPrompt(token_ids, start))
@@ -225,13 +220,14 @@ def _rendered(
     chat: Sequence[Mapping[str, Any]], style: PromptStyle, tokenizer: Any, open_end: bool = True
 ) -> str:
     try:
-        text = tokenizer.apply_chat_template(
-            chat,
-            tokenize=False,
-            add_generation_prompt=open_end,
-            **style.chat_template_kwargs,
+        return str(
+            tokenizer.apply_chat_template(
+                chat,
+                tokenize=False,
+                add_generation_prompt=open_end,
+                **style.chat_template_kwargs,
+            )
         )
-        return str(text)
     except (TemplateError, TypeError, ValueError) as error:
         # A template may refuse a role or the value of a variable.
         raise ConfigError(

@@ -73,6 +73,7 @@ _DENIED_AFTER = re.compile(
     rf"""[\s$*_)\]}}]{{0,8}}(?:\\[\])])?\s{{0,8}}
     (?: (?:,?\s{{0,8}}(?:which|but\ (?:that|this|it))\s)?
         (?:is|was|would\ be)\s(?:not|false|impossible)\b
+    | \(\s?(?:wrong|incorrect)\b
     | isn['’]t | wasn['’]t | cannot\ be | can['’]t\ be | or\s(?:maybe|perhaps|possibly) | \?
     | [\s,.]{{0,8}}(?:(?:but|so|however|yet),?\s)?(?: (?:(?:that|this|it)\s)?contradicts
         | (?:(?:that|this|it)\s|(?:that|this|it)?\s?(?:is|was|['’]s)\s)
@@ -114,10 +115,9 @@ _JSON = re.compile(
     | (?P<bare>[^\s"',}]{1,1024}) | ["'] )""",
     re.IGNORECASE | re.VERBOSE,
 )
-_SIGNS_OF_QUESTION = (
-    "uestion", "UESTION", "Q:", "roblem", "ROBLEM", "ruction", "uman:", "UMAN:", "ser:", "SER:",
-    "user", "问题", "题目",
-)  # fmt: skip
+_SIGN_OF_QUESTION = re.compile(
+    "uestion|UESTION|Q:|roblem|ROBLEM|ruction|uman:|UMAN:|ser:|SER:|user|问题|题目"
+)
 _NEXT_QUESTION = re.compile(
     r"""(?:\n[\s#*\[]{0,8}(?i:next\s)?|\s(?=[QP])|<\|)
     (?: (?i:question|problem|instruction|human|user|问题|题目|(?-i:Q))[\s*\]]{0,4}[:：]
@@ -125,9 +125,7 @@ _NEXT_QUESTION = re.compile(
     | (?<=\n)user\s | (?<=<\|)user\|> )""",
     re.VERBOSE,
 )
-_SIGNS_OF_LABEL = (
-    "nswer", "NSWER", "inal", "esult", "hoice", "ption", "orrect", "答", "结果", "답",
-)  # fmt: skip
+_SIGN_OF_LABEL = re.compile("nswer|NSWER|inal|esult|hoice|ption|orrect|答|结果|답")
 _LABEL = re.compile(
     rf"""\banswers?\b
         (?:\s(?:to|for|of|in|we|i|that|here|then|must|would|should|will)\b[^.\n:=!?$]{{0,80}}?)??
@@ -205,11 +203,13 @@ def stated_answer(text: str) -> str | None:
     marks = _marks(text)
     closed = [mark.end for mark in marks if mark.kind != "line"]
     # After a box, only a later statement counts, and only one of a value.
-    position = closed[-1] if closed else 0
-    has_label = any(text.find(sign, position) >= 0 for sign in _SIGNS_OF_LABEL)
-    labels = list(_LABEL.finditer(text, position)) if has_label else []
-    marks += [Mark("label", *match.span()) for match in labels[-_MAX_LABELS:]]
-    marks.sort(key=attrgetter("end"))
+    position = max(closed, default=0)
+    if _SIGN_OF_LABEL.search(text, position):
+        marks += [
+            Mark("label", *match.span())
+            for match in list(_LABEL.finditer(text, position))[-_MAX_LABELS:]
+        ]
+        marks.sort(key=attrgetter("end"))
 
     lines = [mark for mark in marks if mark.kind == "line"]
     if len(lines) > 1 and marks[-1] == lines[-1] and not text[lines[-1].end :].strip():
@@ -239,7 +239,7 @@ def before_next_question(text: str) -> str:
     """Returns the text up to a heading "Question:" (or "Problem:", "Q:", "User:") that follows a
     complete answer: from there on, the model makes up the next problem.
     """
-    if not any(sign in text for sign in _SIGNS_OF_QUESTION):
+    if not _SIGN_OF_QUESTION.search(text):
         return text
     for asked in islice(_NEXT_QUESTION.finditer(text), _MAX_QUESTIONS):
         head = text[: asked.start()]
@@ -263,7 +263,10 @@ def last_box(text: str) -> str | None:
 
 def _marks(text: str) -> list[Mark]:
     """Returns the boxes, tags, answers in JSON and `####` lines in the order they end."""
-    marks = list(map(_json_mark, _JSON.finditer(text)))
+    marks: list[Mark] = []
+    for member in _JSON.finditer(text):
+        inner = member.span("text" if member["quote"] else "bare")
+        marks.append(Mark("json", *member.span(), inner))
     braces: list[re.Match[str] | None] = []  # open ones: a box's, or None for any other
     tag: re.Match[str] | None = None
     for match in _TOKEN.finditer(text):
@@ -288,10 +291,6 @@ def _marks(text: str) -> list[Mark]:
     unclosed = filter(None, (*braces, tag if marks else None))
     marks += [Mark("cut", *opening.span()) for opening in unclosed]
     return sorted(marks, key=attrgetter("end"))
-
-
-def _json_mark(match: re.Match[str]) -> Mark:
-    return Mark("json", *match.span(), match.span("text" if match["quote"] else "bare"))
 
 
 def _joined(text: str, marks: list[Mark]) -> tuple[int, str]:
@@ -384,7 +383,7 @@ def _labelled(text: str, label: Mark, words: bool) -> str | None:
         restated = _RESTATED.match(sentence)
         if restated is None or _ALTERNATIVE.search(restated.group()):
             sentence = _REASON.split(NOTE.sub("", sentence))[0]
-            has_value = re.search("[0-9\ue000-\uf8ff]", sentence) is not None
+            has_value = re.search("[0-9\ue000-\uf8ff]", sentence)
             # What has a value is kept whole: nothing in it may be guessed.
             is_answer = has_value or (words and len(sentence.split()) <= 3)
             return clean(unmasked(sentence, formulas)) or None if is_answer else None
@@ -405,8 +404,8 @@ def _shortened(sentence: str, formulas: list[str]) -> str | None:
     remark = _REMARK.search(sentence, 1)
     if remark:
         before = sentence[: remark.start()]
-        in_text = before.count("{") > before.count("}")  # \text{ of the pie}
-        sentence = sentence if in_text else before
+        if before.count("{") <= before.count("}"):  # not in \text{ of the pie}
+            sentence = before
     return clean(unmasked(sentence, formulas)) or None
 
 

@@ -74,6 +74,6 @@ def _differences(
     if config.environment.name:
         return  # the environment makes the first messages
     recorded = group.prompt_token_ids.tolist()
-    tokens = list(prompter.all_token_ids([row])[0])
+    tokens = list(prompter.token_ids(row))
     if tokens != recorded:
         yield f"{where}, tokens", str(recorded), str(tokens)

@@ -129,7 +129,7 @@ def _load(config: Config, temporary: Path, prompts: Sequence[Prompt]) -> tuple[M
     """
     device = choose_device(config.rollout.device, "device")
     prompter = Prompter(load_tokenizer(config.model), PromptStyle.of(config), [])
-    longest = max(map(len, prompter.all_token_ids(prompts)))
+    longest = max(len(each.token_ids) for each in prompter.tokenised(prompts))
     directory = Path(config.model.name)
     # The engine reads files of a directory: a name on the hub is loaded, and saved as one.
     if not (directory / "config.json").is_file():
@@ -153,8 +153,9 @@ async def sglang_generator(
     url: str, config: Config, api_key: str | None, slots: Slots
 ) -> AsyncIterator[Generator]:
     """Connects to SGLang or its router at `url`; `config.model` names its tokenizer."""
-    stops = list(config.sampling.stop_token_ids)
-    prompter = Prompter(load_tokenizer(config.model), PromptStyle.of(config), stops)
+    prompter = Prompter(
+        load_tokenizer(config.model), PromptStyle.of(config), list(config.sampling.stop_token_ids)
+    )
     async with _server(RolloutClient, url, config, api_key) as client:
         await _ask(client, "/get_model_info")  # needs the key, unlike /health
         yield TokenGenerator(client, prompter, config, slots=slots)

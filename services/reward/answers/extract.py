@@ -41,7 +41,7 @@ _WINDOW_CHARS = 4096
 _FEW_DIGITS = 20
 _ANEW = re.compile(rf"[=:;,]|\b{phrases('starts anew')}\b", re.IGNORECASE)
 _HEDGE_BEFORE = re.compile(
-    rf"n['’]t\b|[<>≠≤≥]|\b{phrases('doubt', 'could', 'limits')}\b|\bno\s*\Z"
+    rf"n['’]t\b|[<≠≤≥]|>(?!\s*\*\*)|\b{phrases('doubt', 'could', 'limits')}\b|\bno\s*\Z"
     r"|(?<!from )(?<![0-9.])[0-9][0-9.]*\s+to\s*\Z"
     r"|(?:不|没|可能|也许|或许|大概|大约|至少|至多|超过)[^,;:=]{0,8}\Z",
     re.IGNORECASE,

@@ -73,16 +73,20 @@ from services.reward.answers.values import (
 # Reads a part of an answer.
 ReadPart = Callable[[Tokens], Reading]
 _MAX_DEPTH = 8
-_INTRODUCED = (
-    r"(?i)(?:(?=(?:\S+ ){0,3}(?:answer|option|choice)\b)"
-    r"(?:(?:the|final|answer|option|choice|is|=|:) )+|= |\\approx |[^ 不]*[是为] )?"
-    # Yes of "Yes, because 4 is even"; a reason that says more than a reason is kept, and not read
-    r"(?:()(?=(?:(?:yes|true|ja|oui|sí|sì|sim|да)(?!.* (?:no|not) )"
-    r"|no|false|nein|non|não|нет) [,;:.] ))?"
-    r"(?P<value>(?(1)\w+|.+))"
-    r"(?(1) [,;:.] (?:(?!\b(?:yes|true|false|if|unless|or|else|otherwise|maybe|perhaps|but|except"
-    r"|sometimes|however|depends|depending|wait|when|only)\b).)+)"
-)
+# 12 of "the final answer is: 12", "option B", "= 12", "答案是 12"
+_INTRODUCED = r"""(?xi)
+    (?: (?=(?:\S+[ ]){0,3}(?:answer|option|choice)\b)  # "the" alone may belong to the answer
+        (?:(?:the|final|answer|option|choice|is|=|:)[ ])+
+    | =[ ] | \\approx[ ] | [^ 不]*[是为][ ] )?  # 不是 12 says what it is not
+    (?P<value>.+)"""
+# Yes of "Yes, because 4 is even". A reason that says more, as "Yes, but not if x = 0", is kept,
+# and then the answer is not read.
+_WITH_A_REASON = r"""(?xi)
+    (?P<value> (?:yes|true|ja|oui|sí|sì|sim|да)(?!.*[ ](?:no|not)[ ])
+    | no|false|nein|non|não|нет )
+    [ ][,;:.][ ]
+    (?: (?!\b(?:yes|true|false|if|unless|or|else|otherwise|maybe|perhaps|but|except|sometimes
+        |however|depends|depending|wait|when|only)\b). )+"""
 _LISTS = re.compile(r"r?cases|aligned|align|gathered")
 # x > 0 of "if x > 0,"
 _CELL = r"(?:(?:if|for|when|where) )?(?P<value>.+?)(?: [,;.])*"
@@ -97,7 +101,7 @@ _DATES = {
     for length in (3, 4, 9)
     if name
 }
-_MONTHS = frozenset(filter(None, map(str.lower, calendar.month_name)))
+_MONTHS = frozenset(map(str.lower, calendar.month_name))
 _DATE_GLUE = words("the of on st nd rd th , . ^ { }")
 _SETS = {"\\union": operator.or_, "\\cap": operator.and_, "\\setminus": operator.sub}
 
@@ -123,7 +127,7 @@ def read(text: str) -> Reading | None:
     """Returns the reading of an answer; None when a part of it is not understood."""
     part = tokens(text)
     try:
-        return _read(trimmed(_INTRODUCED, part))
+        return _read(trimmed(_WITH_A_REASON, trimmed(_INTRODUCED, part)))
     except (NotUnderstood, RecursionError):
         return None
 
@@ -238,7 +242,7 @@ def _words(part: Tokens, _: ReadPart) -> Reading | None:
 def _content(text: str) -> str:
     """Returns the part of a sentence that answers: "even" of "The function is even"."""
     match = re.fullmatch(r"(?P<subject>.+) (?:is|are|was) (?P<said>.+)", text)
-    if match is not None and DOUBTS.isdisjoint(match["subject"].split()):
+    if match and DOUBTS.isdisjoint(match["subject"].split()):
         text = match["said"]
     if re.fullmatch(
         r"(?:(?:the|it|its|limit) )*(?:does not exist|doesn't exist|dne|not defined)", text

@@ -87,7 +87,7 @@ async def two_updates(policy: Policy, workplace: Path) -> list[UpdateMetrics]:
 async def _sampled(client: RolloutClient, prompter: Prompter, config: Config) -> list[Group]:
     """Generates a group for every prompt, as the collector does."""
     groups = []
-    for number, ids in enumerate(prompter.all_token_ids(PROMPTS)):
+    for number, ids in enumerate(map(prompter.token_ids, PROMPTS)):
         sampling = config.sampling
         completions = await client.generate(
             ids,

@@ -439,8 +439,8 @@ def test_a_model_is_loaded_with_room_for_the_longest_problem_and_its_answer(
             assert (style, stops) == (PromptStyle.of(config), [])
             self.tokenizer = tokenizer
 
-        def all_token_ids(self, prompts: Sequence[Prompt]) -> list[list[int]]:
-            return [[0] * (3 + number) for number, _ in enumerate(prompts)]
+        def tokenised(self, prompts: Sequence[Prompt]) -> list[TokenisedPrompt]:
+            return [TokenisedPrompt([0] * (3 + number), "") for number, _ in enumerate(prompts)]
 
     def model(directory: Path, context: int, device: Any, *, dtype: str) -> str:
         made.append((directory, context, str(device), dtype))
