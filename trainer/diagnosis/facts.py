@@ -101,6 +101,9 @@ class Facts(BaseModel):
     """Who has, or had when it died, the run directory."""
     asked: bool = False
     """Whether the living processes were asked."""
+    not_asked: Json = {}
+    """The error of this process that kept it from asking them: code, message, field, value and
+    remedy."""
     trainer_problem: str = ""
     """Why rank 0 does not answer; empty if it does, or was not asked."""
     ranks: list[RankFacts] = []

@@ -5,12 +5,11 @@ import os
 import re
 import time
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
 
 from common.clients.base import Client
 from common.clients.unreachable import problem_of
-from common.errors import ServiceError
+from common.errors import ConfigError, ServiceError
 from common.process.security import TOKEN, authorization
 from common.process.topology import ROLLOUT, TRAINER, Topology
 from common.process.watchdog import RankWhere
@@ -31,22 +30,38 @@ _MAIN = "thread MainThread:"
 def collect(run_dir: Path, logs: Path | None = None) -> Facts:
     """Returns all that can be known of a run within some seconds.
 
-    The token of the run is that of the environment, or the one that `jobgroup.local` wrote. Raises
-    ConfigError when there is no such directory.
+    The token of the run is that of the environment, or the one that `jobgroup.local` wrote. What
+    keeps this process from asking, such as a token that cannot be one or settings of another
+    version, is in `not_asked`: the files are read all the same. Raises ConfigError when there is no
+    such directory.
     """
     facts = read_facts(run_dir, logs)
     topology = read_topology(run_dir)
     if not facts.lives or topology is None:
         return facts
-    headers = None
-    if not os.environ.get(TOKEN):
+    try:
+        headers = None
         file = token_file(log_folders(run_dir, facts.config, logs))
-        if file is not None:
-            headers = authorization({TOKEN: file.read_text(encoding="ascii").strip()})
-    with suppress(ServiceError):  # settings of another version
+        if file is not None and not os.environ.get(TOKEN):
+            headers = _authorization_of(file)
         config = from_mapping(facts.config)
         asyncio.run(ask(facts, config, topology, headers=headers))
+    except ServiceError as error:
+        facts.asked = False
+        facts.not_asked = error.body()["error"]
     return facts
+
+
+def _authorization_of(file: Path) -> dict[str, str]:
+    """Returns the header with the token in a file. Raises ConfigError if it cannot be one."""
+    remedy = f"set {TOKEN} to that of the run, or remove this file"
+    try:
+        return authorization({TOKEN: file.read_text(encoding="ascii").strip()})
+    except (OSError, ValueError) as error:
+        problem = f"the file cannot be read: {error}"
+    except ConfigError as error:
+        problem = error.message
+    raise ConfigError(problem, field=TOKEN, value=str(file), remedy=remedy)
 
 
 async def ask(

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from common.errors import shorten
+from common.errors import ServiceError, shorten
 from common.process.security import SecretRedactor
 from common.process.storage import storing
 from common.process.watchdog import Awaited
@@ -50,10 +50,13 @@ def first_line(facts: Facts, findings: Sequence[Finding]) -> str:
 
 
 def lines(facts: Facts, findings: Sequence[Finding]) -> list[str]:
-    """Returns the five lines; fewer when nothing is wrong."""
+    """Returns the five lines; fewer when nothing is wrong, and one more when a living run could not
+    be asked.
+    """
     found = [first_line(facts, findings)]
+    asked = [_row("asked", _asked(facts))] if facts.lives else []
     if not findings:
-        return [*found, _row("asked", _asked(facts))] if facts.lives else found
+        return [*found, *asked]
     main = findings[0]
     others = [finding.name for finding in findings[1:]]
     also = f"also: {'; '.join(others)}" if others else "nothing else is wrong"
@@ -64,12 +67,13 @@ def lines(facts: Facts, findings: Sequence[Finding]) -> list[str]:
         _row("evidence", evidence or "as above"),
         _row("remedy", main.remedy),
         _row("more", f"{also}; {page(main.name)}"),
+        *(asked if facts.not_asked else []),
     ]
 
 
 def as_json(facts: Facts, findings: Sequence[Finding]) -> dict[str, Any]:
     """Returns the report for programs."""
-    known = {"state", "end", "ranks", "services", "versions"}
+    known = {"state", "end", "asked", "not_asked", "ranks", "services", "versions"}
     return {
         **facts.model_dump(include=known),
         "run": facts.directory,
@@ -157,8 +161,11 @@ def _waits(awaited: Sequence[Awaited]) -> str:
 
 
 def _asked(facts: Facts) -> str:
+    if facts.not_asked:
+        why = ServiceError(**facts.not_asked)
+        return f"the files alone: {why}"
     if not facts.asked:
-        return "the files alone: the run has no topology.json, or its settings cannot be read"
+        return "the files alone: the run has no topology.json"
     waits = [_waits(rank.awaited) for rank in facts.ranks if rank.rank == 0]
     count = f"{len(facts.services)} services and {len(facts.ranks)} ranks"
     return f"{count}, which answer{''.join(waits)}"

@@ -612,8 +612,15 @@ def test_no_line_of_a_report_is_long_and_each_has_its_column() -> None:
     content = as_json(facts, [finding])
     assert content["findings"][0]["page"] == page("slow_update")
     assert content["findings"][0]["what"] == "w" * 500
-    fields = {"state", "end", "ranks", "services", "versions", "run", "time", "step"}
-    assert content.keys() == fields | {"total_steps", "first_line", "findings", "lines"}
+    fields = {"state", "end", "asked", "not_asked", "ranks", "services", "versions", "run"}
+    assert content.keys() == fields | {
+        "time",
+        "step",
+        "total_steps",
+        "first_line",
+        "findings",
+        "lines",
+    }
 
 
 def test_the_report_of_a_run_without_a_fault_says_who_was_asked() -> None:

@@ -29,9 +29,11 @@ from common.process.topology import LocalHost, Topology
 from common.settings.config import Config
 from tests.support.errors import raises
 from tests.support.runs.run_files import make_run, write
+from trainer.cli.diagnose import main as diagnose_command
 from trainer.diagnosis import health, live, run_files, self_diagnosis
-from trainer.diagnosis.facts import Facts, LogLine
+from trainer.diagnosis.facts import Facts, LogLine, finding
 from trainer.diagnosis.health import Health
+from trainer.diagnosis.report import lines as report_lines
 from trainer.diagnosis.run_files import (
     holder_of,
     read_facts,
@@ -353,6 +355,57 @@ def test_a_living_run_is_asked_with_its_own_token(
         )
     else:
         assert lacks
+
+
+@pytest.mark.parametrize(
+    ("content", "variables", "field"),
+    [
+        (b"short", {}, "API_TOKEN"),
+        (b"not-in-ascii-\xff\xff\xff", {}, "API_TOKEN"),
+        (b"has spaces and 20 characters", {}, "API_TOKEN"),
+        (b"", {"API_TOKEN": "short"}, "API_TOKEN"),
+        (b"", {"TLS_CA": "/no/such/file.pem"}, "TLS_CA"),
+    ],
+)
+def test_a_run_that_this_process_cannot_ask_is_diagnosed_from_its_files(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    content: bytes,
+    variables: dict[str, str],
+    field: str,
+) -> None:
+    for name in ("API_TOKEN", "TLS_CERT", "TLS_KEY", "TLS_CA"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    run = make_run(tmp_path / "run", 2)
+    (run / "config.json").write_text(json.dumps(Config().model_dump(mode="json")))
+    write_topology(run, Topology("g"), world_size=1)
+    (run / "logs/a").mkdir(parents=True)
+    (run / "logs/a/ppo-trainer-0.log").touch()
+    if content:
+        (run / "logs/a/api_token").write_bytes(content)
+
+    with held(run / LOCK):
+        facts = live.collect(run)
+        assert not facts.asked
+        assert (facts.not_asked["code"], facts.not_asked["field"]) == ("config", field)
+        assert facts.not_asked["remedy"]
+        for words in ([], ["--all"], ["--json"]):
+            with pytest.raises(SystemExit) as ended:
+                diagnose_command([str(run), *words])
+            assert ended.value.code in (0, 1)
+            said = capsys.readouterr().out
+            if words == ["--json"]:
+                assert json.loads(said)["not_asked"] == facts.not_asked
+            else:
+                assert any(line.startswith("asked ") for line in said.splitlines())
+            assert not content or content.decode("latin-1") not in said
+
+    # Beside a fault, too, since what the processes know may be its cause.
+    fault = finding(catalogue.NO_STEP, "no step", None, level="stalled")
+    assert any(line.startswith("asked ") for line in report_lines(facts, [fault]))
 
 
 @pytest.mark.parametrize("own", [True, False])
