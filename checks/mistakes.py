@@ -183,7 +183,7 @@ MISTAKES = [
     Mistake(
         "a step without an evaluation",
         "trainer.compare FOLDER/run --step 7",
-        "--step|7|see the column evaluated",
+        "--step|7|name one of",
     ),
     Mistake(
         "a directory that another run uses",

@@ -131,11 +131,13 @@ def compare(runs: Sequence[RunReader], console: Console, step: int | None = None
     summaries = [each.summary() for each in runs]
     evaluations = [evaluated(each.directory, step) for each in runs]
     if step is not None and not any(evaluations):
+        steps = {each.step for run in runs for each in recorded_evaluations(run.directory)}
+        known = ", ".join(map(str, sorted(steps)))
         raise ConfigError(
             "no run was evaluated at this step",
             field="--step",
             value=step,
-            remedy="see the column evaluated of the comparison without --step",
+            remedy=f"name one of {known}" if known else "leave it out: there is no evaluation",
         )
     console.print("runs", style="italic")
     for number, summary in enumerate(summaries, start=1):

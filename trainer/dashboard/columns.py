@@ -71,6 +71,11 @@ class Columns:
             for text in texts.values() if isinstance(texts, dict) else ():
                 self.notes.setdefault(step, []).append({"kind": kind, "text": str(text)})
 
+    @property
+    def names(self) -> list[str]:
+        """The names of the columns in order."""
+        return sorted(self._columns)
+
     def column(self, name: str) -> NDArray[np.float64]:
         """Returns a column, [rows]; all NaN for an unknown name."""
         if name not in self._columns:
@@ -94,7 +99,7 @@ class Columns:
         """Returns all rows as CSV, a column for each name, in order of names; a missing number is
         empty.
         """
-        names = sorted(self._columns)
+        names = self.names
         file = io.StringIO()
         writer = csv.writer(file)
         # A spreadsheet would interpret a name such as `=1+1` as a formula.

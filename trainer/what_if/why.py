@@ -14,7 +14,7 @@ from statistics import fmean
 from rich.console import Console
 
 from common import Json
-from common.errors import ConfigError, ServiceError
+from common.errors import ConfigError, ServiceError, did_you_mean
 from common.process.cli import CommandParser, positive, run
 from trainer.audit.waits import waits_told
 from trainer.cli.commands import run_parser
@@ -84,18 +84,22 @@ def explain(facts: RunFacts, metric: str | None = None, step: int | None = None)
     """Returns the answer: `jump` (in words, None without one), `causes`, `changes` of settings, and
     `step` with its `groups` and what they have in common (`traits`). Raises ConfigError.
     """
-    is_known = {
-        "--metric": metric is None or facts.series(metric),
-        "--step": step is None or step in facts.groups,
-    }
-    for name, is_there in is_known.items():
-        if not is_there:
-            raise ConfigError(
-                "the run did not record it",
-                field=name,
-                value=metric if name == "--metric" else step,
-                remedy="see metrics.jsonl for the names and the steps",
-            )
+    if metric is not None and not facts.series(metric):
+        raise ConfigError(
+            "the run did not record this number",
+            field="--metric",
+            value=metric,
+            remedy=did_you_mean(metric, facts.metrics) or "name a run with a step",
+        )
+    if step is not None and step not in facts.groups:
+        steps = sorted(facts.groups)
+        known = f"name one of {steps[0]} to {steps[-1]}" if steps else "leave it out"
+        raise ConfigError(
+            "the run did not record the groups of this step",
+            field="--step",
+            value=step,
+            remedy=known,
+        )
     found = list(causes(facts))
     jump = _jump(facts, metric)
     if step is None and found and (jump is None or found[0].first <= jump.step):

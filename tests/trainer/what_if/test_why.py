@@ -14,6 +14,7 @@ import pytest
 from fastapi.testclient import TestClient
 
 from common.errors import ConfigError
+from tests.support.errors import raises
 from tests.support.paths import ROOT
 from tests.support.runs.audits import audited
 from tests.support.runs.in_process import quiet
@@ -290,12 +291,21 @@ def test_the_dashboard_has_the_answer_once_somebody_asked(tmp_path: Path) -> Non
     assert [cause["name"] for cause in answer["causes"]] == ["cut"]
 
 
-@pytest.mark.parametrize("words", [["--metric", "nothing"], ["--step", "99"]])
-def test_a_number_or_step_that_was_not_recorded_is_named(tmp_path: Path, words: list[str]) -> None:
-    written(tmp_path)
-    with pytest.raises(ConfigError) as caught:
+@pytest.mark.parametrize(
+    ("words", "known"),
+    [
+        (["--metric", "nothing"], ["reward", "update.grad_norm"]),
+        (["--metric", "update.gradnorm"], ["did you mean update.grad_norm?"]),
+        (["--step", "99"], ["1", "12"]),
+    ],
+)
+def test_a_number_or_step_that_was_not_recorded_is_refused_with_those_that_are(
+    tmp_path: Path, words: list[str], known: list[str]
+) -> None:
+    written(tmp_path, update__grad_norm=lambda step: 0.5)
+    with raises(ConfigError, code="config", field=words[0], value=words[1]) as caught:
         main([str(tmp_path), *words])
-    assert caught.value.field == words[0]
+    assert all(name in str(caught.value.remedy) for name in known)
 
 
 @pytest.mark.integration
