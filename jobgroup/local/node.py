@@ -1,6 +1,7 @@
 """One node of a task on this machine: its process, its log file and its last lines."""
 
 import asyncio
+import re
 from collections import deque
 from contextlib import suppress
 from functools import partial
@@ -13,6 +14,10 @@ from common.process.child import Child, ChildOutput
 from common.process.exits import SIGNALLED
 from jobgroup.local.output import Screen
 from jobgroup.spec import Env
+
+_LAST_LINES = 30
+# A served request in the log of a service, as text or JSON, and in that of uvicorn.
+_SERVED = re.compile(rb'\b[A-Z]{3,7} /\S*(: [1-3]\d\d in \d+ ms| HTTP/[\d.]+" [1-3]\d\d)')
 
 
 class Node:
@@ -33,6 +38,8 @@ class Node:
     ) -> None:
         self.name = name
         self.log = log
+        self.last_lines = deque[bytes](maxlen=_LAST_LINES)
+        """The newest lines that may say why it ended: without requests that were served."""
         self._screen = screen
         self._child: Child | None = None
         self._stopping = asyncio.Event()
@@ -45,8 +52,9 @@ class Node:
         self.ended = asyncio.create_task(self._run(script, env, workdir, grace_s))
 
     @property
-    def last_lines(self) -> deque[bytes]:
-        return self._output.last_lines
+    def is_silent(self) -> bool:
+        """Whether it has printed nothing."""
+        return not self._output.last_lines
 
     def stop(self) -> None:
         """Ends the node: SIGTERM to its command, and SIGKILL to what is left after the grace."""
@@ -79,6 +87,7 @@ class Node:
         return status
 
     def _show(self, lines: list[bytes]) -> None:
+        self.last_lines.extend(line for line in lines if not _SERVED.search(line))
         for line in lines:
             self._screen.line(self.name, line)
 

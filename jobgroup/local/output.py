@@ -49,7 +49,8 @@ class Screen:
     def tail(self, name: str, lines: Sequence[bytes], log: Path) -> None:
         if not lines:
             return
-        self.say(f"the last {len(lines)} lines of {name} (all are in {log}):", loud=True)
+        told = f"the last {len(lines)} lines of {name}, without served requests"
+        self.say(f"{told} (all are in {log}):", loud=True)
         for line in lines:
             self._write(b"    " + _shown(line) + b"\n")
 

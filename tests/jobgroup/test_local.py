@@ -173,6 +173,35 @@ def test_a_reason_that_no_output_gives_comes_last(
     assert "the last 0 lines" not in out
 
 
+def test_what_a_killed_service_said_is_shown_without_the_requests_that_it_served(
+    local: "LocalRun",
+) -> None:
+    """One line in each form of the access log; a refused request may be why something failed."""
+    served = [
+        "2026-11-29 10:00:00,000 INFO services.http.tracing [ab12]: POST /grade: 200 in 3 ms",
+        '{"time": "x", "level": "INFO", "message": "GET /stream/next: 204 in 12 ms"}',
+        'INFO:     127.0.0.1:4711 - "POST /generate HTTP/1.1" 200 OK',
+    ]
+    told = [
+        "2026-11-29 10:00:00,000 WARNING services.reward.app: a worker of the grader has died",
+        "2026-11-29 10:00:00,000 INFO services.http.tracing: POST /grade: 422 in 1 ms: no prompt",
+    ]
+    (local.folder / "said").write_text("".join(f"{line}\n" for line in [*told, *served * 20]))
+    # The other node ends the group, which shows what the restarted one had said.
+    text = (
+        f"{HEADER}---\nname: main\nrun: until [ -e {local.folder}/again ]; do sleep 0.1; done\n"
+        "---\nname: reward\nresources: {job_recovery: {max_restarts_on_errors: 1}}\n"
+        f"run: |\n  [ -e {local.folder}/killed ] && touch {local.folder}/again && exec sleep 600\n"
+        f"  touch {local.folder}/killed\n  cat {local.folder}/said\n  kill -9 $$\n"
+    )
+    status, _, err = local.run(text, "--follow", "main")
+    assert status == 0, err
+    assert "reward-0 was killed by SIGKILL" in err
+    shown = [line[4:] for line in err.splitlines() if line.startswith("    ")]
+    assert shown == told
+    assert served[0] in local.log("reward-0")
+
+
 def test_a_second_runner_touches_nothing_of_the_first(
     local: "LocalRun", make_run: "Callable[[str], LocalRun]"
 ) -> None:
