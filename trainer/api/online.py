@@ -36,7 +36,7 @@ from trainer.api.episodes import (
 )
 from trainer.api.hub import push, write_card
 from trainer.api.objects import CallerModel, optimizer_settings
-from trainer.api.output import check_newest, check_output, remove_run
+from trainer.api.output import check_newest, check_output, decided, remove_run
 from trainer.api.refusals import Given, Names, Refusals, with_names
 from trainer.api.settings import TrainerConfig
 from trainer.api.trial import try_functions
@@ -344,14 +344,16 @@ class OnlineRLTrainer:
         newest checkpoint.
 
         Args:
-            resume_from_checkpoint: continue the run in `output_dir` from its newest checkpoint, or
-                from its beginning if it has none; or the path of this checkpoint.
+            resume_from_checkpoint: True: continue the run in `output_dir` from its newest
+                checkpoint, or from its beginning if it has none; `auto`: the same, but begin a run
+                where there is none; or the path of this checkpoint.
 
         Raises ConfigError when `output_dir` holds another run and neither this nor
         `overwrite_output_dir` is set, or no run and this is set, and ServiceError when training
         fails.
         """
         self._read_changes()
+        resume_from_checkpoint = decided(resume_from_checkpoint, self.output_dir)
         resume = bool(resume_from_checkpoint) or self._began
         if isinstance(resume_from_checkpoint, str | Path):
             check_newest(self.output_dir, Path(resume_from_checkpoint))

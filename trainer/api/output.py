@@ -9,6 +9,8 @@ from common.process.run_lock import RunLock
 from common.process.storage import make_directory
 from trainer.observe.run_dir import has_step, is_run
 
+AUTO = "auto"
+"""Asks for a run to be continued if there is one, and else begun."""
 # What a run writes, and by which one is recognised.
 _CONTENT = (
     "checkpoints",
@@ -39,13 +41,14 @@ def check_output(directory: Path, may_hold_run: bool, resume: bool) -> None:
     resumed or replaced.
     """
     is_used = any((directory / name).exists() for name in _CONTENT)
-    has_checkpoint = any(directory.glob("checkpoints/*"))
-    if resume and not is_run(directory) and not has_checkpoint:
+    has_checkpoint = _has_checkpoint(directory)
+    if resume and not can_continue(directory):
         raise ConfigError(
             "there is no run to continue in this output directory",
             field="resume_from_checkpoint",
             value=str(directory),
-            remedy="leave it out to begin a run, or name the output directory of the run",
+            remedy="leave it out to begin a run, set it to auto to begin or continue one, or name "
+            "the output directory of the run",
         )
     is_without_step = is_run(directory) and not has_step(directory) and not has_checkpoint
     if is_used and not may_hold_run and not is_without_step:
@@ -57,6 +60,20 @@ def check_output(directory: Path, may_hold_run: bool, resume: bool) -> None:
             "(overwrite_output_dir=True), or name another directory",
         )
     make_directory(directory, "output_dir")
+
+
+def can_continue(directory: Path) -> bool:
+    """Returns whether `directory` holds a run, if only one that ended before its first step."""
+    return is_run(directory) or _has_checkpoint(directory)
+
+
+def decided(resume: bool | str | Path | None, directory: Path) -> bool | str | Path | None:
+    """Returns what a caller asked for, with `auto` decided by whether `directory` holds a run."""
+    return can_continue(directory) if resume == AUTO else resume
+
+
+def _has_checkpoint(directory: Path) -> bool:
+    return any(directory.glob("checkpoints/*"))
 
 
 def check_newest(directory: Path, checkpoint: Path) -> None:

@@ -14,7 +14,7 @@ from common.process.storage import make_directory
 from common.process.topology import refuse_cpu_build
 from common.settings.config import from_mapping
 from services.data.loaders import load_split
-from trainer.api.output import check_output
+from trainer.api.output import AUTO, check_output, decided
 from trainer.api.refusals import Given
 from trainer.api.settings import TrainerConfig
 from trainer.cli.commands import (
@@ -44,6 +44,9 @@ examples:
 
   # the hardest problems of MATH
   rlhf train --dataset math --set data.levels=4,5
+
+  # one command for the first start of a spot job and for those after a preemption
+  rlhf train --num-samples 1000 --use-gpu --output-dir /volume/run --resume auto
 
 how good is it now?
   rlhf eval --model outputs/tiny/final --compare .cache/tiny-base \
@@ -99,7 +102,13 @@ def parser() -> CommandParser:
     )
     running = made.add_argument_group("run")
     running.add_argument(
-        "--resume", action="store_true", help="continue from the newest checkpoint in --output-dir"
+        "--resume",
+        nargs="?",
+        const=True,
+        default=False,
+        choices=[AUTO],
+        help="continue from the newest checkpoint in --output-dir, which must hold a run; with "
+        "`auto` begin the run if it holds none: one command for every start of a spot job",
     )
     running.add_argument(
         "--save-to",
@@ -139,21 +148,12 @@ def _train(arguments: Namespace) -> None:
     fields = {name: value for name, value in vars(arguments).items() if name in _FIELDS}
     fields["settings"] = settings
     fields["verbose"] = not arguments.quiet
-    if arguments.resume and fields.get("output_dir") is None:
-        raise ConfigError(
-            "--resume needs the directory of the run",
-            field="--resume",
-            value=True,
-            remedy="name it with --output-dir",
-        )
     save_to = arguments.save_to
     config = TrainerConfig(**fields)
     described = {"data.source": arguments.dataset, "data.num_samples": arguments.num_samples}
     described |= data_settings
     data = from_mapping(described).data
-    if config.output_dir is not None:
-        resume = arguments.resume
-        check_output(config.output_dir, resume or config.overwrite_output_dir, resume=resume)
+    resume = _resumes(arguments.resume, config)
     if save_to is not None:
         make_directory(save_to, "--save-to")
     check_model(config.model_name_or_path, "model_name_or_path", is_policy=True)
@@ -178,7 +178,7 @@ def _train(arguments: Namespace) -> None:
     with closing(MathRewardFunction()) as reward:
         trainer = OnlineRLTrainer(config, reward, train, test)
         trainer.described = described
-        trainer.train(resume_from_checkpoint=arguments.resume)
+        trainer.train(resume_from_checkpoint=resume)
     saved = trainer.save_model(save_to or trainer.output_dir / "final")
     print(f"model:      {saved}")
     if config.verbose:
@@ -186,6 +186,27 @@ def _train(arguments: Namespace) -> None:
             config, saved, arguments.dataset, data_settings, num_samples=len(test or ())
         )
         print(f"evaluate:   {command}")
+
+
+def _resumes(given: bool | str, config: TrainerConfig) -> bool:
+    """Returns whether a run is continued. Raises ConfigError if the output directory does not allow
+    what was `given`.
+    """
+    directory = config.output_dir
+    if directory is None:
+        if given:
+            raise ConfigError(
+                "--resume needs the directory of the run",
+                field="--resume",
+                value=given,
+                remedy="name it with --output-dir",
+            )
+        return False
+    resumes = bool(decided(given, directory))
+    if given and not resumes and config.verbose:
+        print(f"there is no run in {directory}: a new one begins")
+    check_output(directory, resumes or config.overwrite_output_dir, resume=resumes)
+    return resumes
 
 
 def evaluation(

@@ -217,6 +217,19 @@ def test_resuming_needs_a_run_but_no_checkpoint(base_model: Path, tmp_path: Path
     assert trainer.train(resume_from_checkpoint=True).global_step == 1
 
 
+def test_one_call_begins_a_run_or_continues_it(base_model: Path, tmp_path: Path) -> None:
+    def train(max_steps: int) -> list[int]:
+        config = fields(base_model, tmp_path, max_steps=max_steps)
+        result = OnlineRLTrainer(config, Short(), ROWS).train(resume_from_checkpoint="auto")
+        return [line["step"] for line in result.history]
+
+    assert train(1) == [1]
+    first = (tmp_path / "run/metrics.jsonl").read_text()
+    assert train(2) == [1, 2]
+    assert (tmp_path / "run/metrics.jsonl").read_text().startswith(first)
+    assert train(2) == [1, 2]  # it has finished
+
+
 def test_without_an_output_directory_a_new_one_is_made(
     base_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -220,14 +220,18 @@ def test_custom_problems_and_resuming(
         "--output-dir",
         str(tmp_path / "run"),
     ]
-    train_math.main([*words, "--max-steps", "1"])
+    with raises(ConfigError, field="--resume"):  # a mistyped directory begins nothing
+        train_math.main([*words, "--max-steps", "1", "--resume"])
+    train_math.main([*words, "--max-steps", "1", "--resume", "auto"])
     with raises(ConfigError, field="--output-dir"):
         train_math.main([*words, "--max-steps", "2"])
     capsys.readouterr()
-    train_math.main([*words, "--max-steps", "2", "--resume"])
-    said = capsys.readouterr().out
-    assert "step    2/2" in said
-    assert "step    1/2" not in said
+    # One command serves the first start and every later one.
+    for steps, resume in (("2", ["--resume"]), ("3", ["--resume", "auto"])):
+        train_math.main([*words, "--max-steps", steps, *resume])
+        said = capsys.readouterr().out
+        assert f"step    {steps}/{steps}" in said
+        assert f"step    1/{steps}" not in said
 
 
 def test_a_data_set_smaller_than_asked_for(base_model: Path, tmp_path: Path) -> None:

@@ -238,6 +238,8 @@ MISTAKES = [
     ),
     ("train_math", "--set data.levels=4", "--set data.levels|gsm8k|leave it out"),
     ("train_math", "--resume", "--resume|--output-dir"),
+    ("train_math", "--resume auto --dataset tiny --model BASE", "--resume|auto|--output-dir"),
+    ("train_math", "--resume allways --dataset tiny", "--resume|allways|auto"),
     (
         "train_math",
         "--resume --output-dir FOLDER/empty --dataset tiny --model BASE",
