@@ -192,7 +192,7 @@ def _say_reason(node: Node, screen: Screen) -> None:
     screen.tail(node.name, node.last_lines, node.log)
     status = node.ended.result()
     if status > SIGNALLED or not node.last_lines:
-        silent = " and printed nothing" if node.is_silent else ""
+        silent = "" if node.last_lines else " and printed nothing that says why"
         screen.say(f"{node.name} {how_ended(status)}{silent}", loud=True)
 
 

@@ -15,7 +15,6 @@ from common.process.exits import SIGNALLED
 from jobgroup.local.output import Screen
 from jobgroup.spec import Env
 
-_LAST_LINES = 30
 # A served request in the log of a service, as text or JSON, and in that of uvicorn.
 _SERVED = re.compile(rb'\b[A-Z]{3,7} /\S*(: [1-3]\d\d in \d+ ms| HTTP/[\d.]+" [1-3]\d\d)')
 
@@ -38,8 +37,8 @@ class Node:
     ) -> None:
         self.name = name
         self.log = log
-        self.last_lines = deque[bytes](maxlen=_LAST_LINES)
-        """The newest lines that may say why it ended: without requests that were served."""
+        # The newest lines that may say why it ended: without requests that were served.
+        self.last_lines = deque[bytes](maxlen=30)
         self._screen = screen
         self._child: Child | None = None
         self._stopping = asyncio.Event()
@@ -50,11 +49,6 @@ class Node:
             on_loss=partial(screen.say, loud=True),
         )
         self.ended = asyncio.create_task(self._run(script, env, workdir, grace_s))
-
-    @property
-    def is_silent(self) -> bool:
-        """Whether it has printed nothing."""
-        return not self._output.last_lines
 
     def stop(self) -> None:
         """Ends the node: SIGTERM to its command, and SIGKILL to what is left after the grace."""

@@ -49,8 +49,7 @@ class Screen:
     def tail(self, name: str, lines: Sequence[bytes], log: Path) -> None:
         if not lines:
             return
-        told = f"the last {len(lines)} lines of {name}, without served requests"
-        self.say(f"{told} (all are in {log}):", loud=True)
+        self.say(f"the last {len(lines)} lines of {name} but requests (all in {log}):", loud=True)
         for line in lines:
             self._write(b"    " + _shown(line) + b"\n")
 

@@ -40,10 +40,8 @@ def collect(run_dir: Path, logs: Path | None = None) -> Facts:
     if not facts.lives or topology is None:
         return facts
     try:
-        headers = None
         file = token_file(log_folders(run_dir, facts.config, logs))
-        if file is not None and not os.environ.get(TOKEN):
-            headers = _authorization_of(file)
+        headers = _authorization_of(file) if file and not os.environ.get(TOKEN) else None
         config = from_mapping(facts.config)
         asyncio.run(ask(facts, config, topology, headers=headers))
     except ServiceError as error:
@@ -54,14 +52,15 @@ def collect(run_dir: Path, logs: Path | None = None) -> Facts:
 
 def _authorization_of(file: Path) -> dict[str, str]:
     """Returns the header with the token in a file. Raises ConfigError if it cannot be one."""
-    remedy = f"set {TOKEN} to that of the run, or remove this file"
     try:
         return authorization({TOKEN: file.read_text(encoding="ascii").strip()})
-    except (OSError, ValueError) as error:
-        problem = f"the file cannot be read: {error}"
-    except ConfigError as error:
-        problem = error.message
-    raise ConfigError(problem, field=TOKEN, value=str(file), remedy=remedy)
+    except (OSError, ValueError, ConfigError) as error:
+        raise ConfigError(
+            str(getattr(error, "message", error)),
+            field=TOKEN,
+            value=str(file),
+            remedy="set API_TOKEN to that of the run, or remove this file",
+        ) from None
 
 
 async def ask(

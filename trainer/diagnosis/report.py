@@ -56,7 +56,7 @@ def lines(facts: Facts, findings: Sequence[Finding]) -> list[str]:
     found = [first_line(facts, findings)]
     asked = [_row("asked", _asked(facts))] if facts.lives else []
     if not findings:
-        return [*found, *asked]
+        return found + asked
     main = findings[0]
     others = [finding.name for finding in findings[1:]]
     also = f"also: {'; '.join(others)}" if others else "nothing else is wrong"
@@ -162,8 +162,7 @@ def _waits(awaited: Sequence[Awaited]) -> str:
 
 def _asked(facts: Facts) -> str:
     if facts.not_asked:
-        why = ServiceError(**facts.not_asked)
-        return f"the files alone: {why}"
+        return f"the files alone: {ServiceError(**facts.not_asked)}"
     if not facts.asked:
         return "the files alone: the run has no topology.json"
     waits = [_waits(rank.awaited) for rank in facts.ranks if rank.rank == 0]

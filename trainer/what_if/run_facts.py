@@ -72,11 +72,6 @@ class RunFacts:
         """The recorded steps in order."""
         return self.columns.steps
 
-    @property
-    def metrics(self) -> list[str]:
-        """The names of the numbers that any step has."""
-        return sorted(filter(self.series, self.columns.names))
-
     def series(self, metric: str) -> list[tuple[int, float]]:
         """Returns the known values of a number by step."""
         pairs = zip(self.steps, self.columns.column(metric).tolist(), strict=True)

@@ -84,21 +84,20 @@ def explain(facts: RunFacts, metric: str | None = None, step: int | None = None)
     """Returns the answer: `jump` (in words, None without one), `causes`, `changes` of settings, and
     `step` with its `groups` and what they have in common (`traits`). Raises ConfigError.
     """
-    if metric is not None and not facts.series(metric):
+    if metric and not facts.series(metric):
         raise ConfigError(
             "the run did not record this number",
             field="--metric",
             value=metric,
-            remedy=did_you_mean(metric, facts.metrics) or "name a run with a step",
+            remedy=did_you_mean(metric, facts.columns.names) or None,
         )
     if step is not None and step not in facts.groups:
-        steps = sorted(facts.groups)
-        known = f"name one of {steps[0]} to {steps[-1]}" if steps else "leave it out"
         raise ConfigError(
             "the run did not record the groups of this step",
             field="--step",
             value=step,
-            remedy=known,
+            remedy=f"name one from {min(facts.groups, default=0)} to "
+            f"{max(facts.groups, default=0)}",
         )
     found = list(causes(facts))
     jump = _jump(facts, metric)
