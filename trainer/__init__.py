@@ -33,9 +33,11 @@ if TYPE_CHECKING:
     from trainer.api.grpo import RLOOTrainer as RLOOTrainer
     from trainer.api.online import OnlineRLTrainer as OnlineRLTrainer
     from trainer.api.online import TrainResult as TrainResult
+    from trainer.api.scripts import DatasetMixtureConfig as DatasetMixtureConfig
     from trainer.api.scripts import ModelConfig as ModelConfig
     from trainer.api.scripts import ScriptArguments as ScriptArguments
     from trainer.api.scripts import TrlParser as TrlParser
+    from trainer.api.scripts import get_dataset as get_dataset
     from trainer.api.scripts import get_kbit_device_map as get_kbit_device_map
     from trainer.api.scripts import get_peft_config as get_peft_config
     from trainer.api.scripts import get_quantization_config as get_quantization_config
@@ -60,8 +62,8 @@ _HOMES = {
     "trainer.api.grpo": "GRPOConfig GRPOTrainer RLOOConfig RLOOTrainer",
     "trainer.api.online": "OnlineRLTrainer TrainResult",
     "trainer.api.scripts": (
-        "ModelConfig ScriptArguments TrlParser get_kbit_device_map get_peft_config "
-        "get_quantization_config"
+        "DatasetMixtureConfig ModelConfig ScriptArguments TrlParser get_dataset "
+        "get_kbit_device_map get_peft_config get_quantization_config"
     ),
     "trainer.api.settings": "TrainerConfig",
     "trainer.evaluation.results": "EvaluationResults compare_evaluations",

@@ -79,8 +79,9 @@ class Listener:
     def on_event(self, run: "Run", event: str, **about: Any) -> None:
         """Handles an event on rank 0; `about` holds its data.
 
-        The events are `train_begin`, `step_begin`, `step_end`, `log` (`logs`), `evaluating` (before
-        an evaluation), `evaluate` (`metrics`), `save` (`checkpoint`) and `train_end`.
+        The events are `train_begin`, `step_begin`, `step_end`, `log` (`logs`, the `batch` of the
+        step), `evaluating` (before an evaluation), `evaluate` (`metrics`), `save` (`checkpoint`)
+        and `train_end`.
         """
 
     def in_user_names(self, text: str) -> str:
@@ -204,7 +205,7 @@ class Run:
             )
         self.checkpoint()
         self.listener.on_event(self, "step_end")
-        self.listener.on_event(self, "log", logs=record)
+        self.listener.on_event(self, "log", logs=record, batch=batch)
 
     def stop(self) -> None:
         """Ends the run after the current step; between steps, at once."""

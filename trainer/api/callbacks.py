@@ -1,19 +1,25 @@
 """Callbacks of a run in one process: transformers' own state, control and hooks.
 
 `on_train_begin` is called when models and services are ready, `on_step_end` when the step has been
-recorded, `on_log` with the record of a step or the numbers of an evaluation, `on_save` when the
-writing of a `checkpoint` has started. A hook gets `args` (the `TrainerConfig`), `state` and
-`control`, and as keyword arguments also `model` and `processing_class`. It may accept fewer of
-them, by name.
+recorded, `on_log` with the record of a step, the numbers of an evaluation, or last those of the
+whole call, `on_save` when the writing of a `checkpoint` has started. An evaluation and a checkpoint
+of a step follow its `on_step_end` and `on_log`, as in transformers. A hook gets `args` (the
+`TrainerConfig`), `state` and `control`, and as keyword arguments also `model` and
+`processing_class`. It may accept fewer of them, by name.
 """
 
 import inspect
 import json
+import logging
 import math
 import threading
+import time
 from collections import defaultdict
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import chain
 from pathlib import Path
-from statistics import mean
+from statistics import mean, stdev
 from typing import Any
 
 from transformers.trainer_callback import (
@@ -25,13 +31,17 @@ from transformers.trainer_callback import (
 
 from common import Json
 from common.errors import ConfigError, did_you_mean
+from common.wire.schemas import Group
 from trainer.api.output import link_checkpoint, remove_dead_links
 from trainer.api.refusals import names_in
 from trainer.api.settings import TrainerConfig
+from trainer.api.trl import NamedNumbers
 from trainer.observe.run_dir import append_line, read_lines
 from trainer.run import Listener, Run
 from trainer.trackers.base import Numbers
 
+log = logging.getLogger(__name__)
+_NOT_CALLED = ("on_substep_end", "on_pre_optimizer_step")
 EVENTS = ("train_begin", "step_begin", "step_end", "log", "evaluate", "save", "train_end")
 
 
@@ -56,6 +66,10 @@ class Hooks(CallbackHandler):  # type: ignore[misc]  # transformers has no types
                 value=callback,
                 remedy=f"give an object with any of on_{', on_'.join(EVENTS)}",
             )
+        kind = callback if isinstance(callback, type) else type(callback)
+        for name in _NOT_CALLED:
+            if getattr(kind, name, None) not in (None, getattr(TrainerCallback, name)):
+                log.warning("without effect here: %s.%s is never called", kind.__name__, name)
         super().add_callback(callback)
 
     def call_event(self, event: str, args: Any, state: Any, control: Any, **about: Any) -> Any:
@@ -83,12 +97,21 @@ class Callbacks(Listener):
         self._metrics: defaultdict[str, list[float]] = defaultdict(list)
         self._rows: list[Json] = []
         self._before_evaluation = self._take_logged()
+        self._evaluation_began = 0.0
+        self._began = 0.0
+        self._losses: list[float] = []
+        self._held: list[Callable[[], None]] | None = None
+        """Within a step, what is told after its `on_log`."""
+        self.summary: Numbers = {}
+        """The numbers of the newest call of `train`, by transformers' names."""
         self._carrying_out = False
 
     def begin(self, problems: int) -> None:
         """Resets the log history and the stop flag for a new call of `train`."""
         self._num_problems = problems
         self._has_begun = False
+        self._losses = []
+        self._held = None
         self.state.log_history = []
         self.state.should_training_stop = False
 
@@ -143,6 +166,7 @@ class Callbacks(Listener):
         self.state.epoch = step * per_step / self._num_problems
         if not self._has_begun:  # the first event of any kind finds models and services ready
             self._has_begun = True
+            self._began = time.monotonic()
             self._take_logged()  # drops what the trial of the functions logged
             self._begin_state(run)
             self._call("init_end")
@@ -150,19 +174,60 @@ class Callbacks(Listener):
 
         if event == "evaluating":  # keeps what training answers log apart from the evaluation's
             self._before_evaluation = self._take_logged()
+            self._evaluation_began = time.monotonic()
         elif event == "evaluate":
             self._evaluated(about["metrics"])
+        elif event == "save":
+            self._tell(partial(self._saved, about["checkpoint"]))
         elif event == "log":
-            logs = _with_names_of_trl(about["logs"])
-            self._log(logs, logs)
+            groups = [item.group for item in about["batch"].groups]
+            self._logged_step(about["logs"], groups)
         else:
-            # The checkpoint of a step is written after its evaluation.
-            if event == "save" and self.state.best_global_step == step:
-                self.state.best_model_checkpoint = str(about["checkpoint"])
+            if event == "step_begin":
+                self._held = []
+            elif event == "train_end":
+                self._log_end(run)
             for hook in self._hooks_of(event, step * per_step, per_step):
                 self._call(hook, **about)
 
         self._carry_out(run, may_evaluate=event != "evaluating")
+
+    def _tell(self, call: Callable[[], None]) -> None:
+        """Calls hooks now, or after `on_log` within a step."""
+        if self._held is None:
+            call()
+        else:
+            self._held.append(call)
+
+    def _logged_step(self, record: Json, groups: Sequence[Group]) -> None:
+        logs = _with_names_of_trl(record, groups)
+        self._losses.append(logs["loss"])
+        self._log(logs, logs)
+        held = self._held or []
+        self._held = None
+        for call in held:
+            call()
+
+    def _saved(self, checkpoint: Path) -> None:
+        # The checkpoint of a step is written after its evaluation.
+        if self.state.best_global_step == self.state.global_step:
+            self.state.best_model_checkpoint = str(checkpoint)
+        self._call("save", checkpoint=checkpoint)
+
+    def _log_end(self, run: Run) -> None:
+        """Logs the numbers of the whole call, as transformers does last."""
+        seconds = max(1e-9, time.monotonic() - self._began)
+        steps = len(self._losses)
+        answers = steps * run.config.trainer.batch_size * run.config.sampling.group_size
+        self.summary = {
+            "train_runtime": seconds,
+            "train_samples_per_second": answers / seconds,
+            "train_steps_per_second": steps / seconds,
+            "epoch": self.state.epoch,
+        }
+        if self._losses:
+            self.summary["train_loss"] = mean(self._losses)
+        self._log(self.summary, self.summary)
 
     def _call(self, event: str, **about: Any) -> None:
         self.control = getattr(self.hooks, f"on_{event}")(
@@ -184,6 +249,7 @@ class Callbacks(Listener):
                 run.total_steps * settings.batch_size / self._num_problems
             )
         state.logging_steps = 1
+        state.train_batch_size = self.args.per_device_train_batch_size
         state.eval_steps = run.config.evaluation.every
         state.save_steps = run.config.checkpoint.every
         if state.best_metric is None:
@@ -214,9 +280,16 @@ class Callbacks(Listener):
                 value=self.args.metric_for_best_model,
                 remedy=did_you_mean(name.removeprefix("eval_"), known),
             )
+        seconds = max(1e-9, time.monotonic() - self._evaluation_began)
+        numbers["eval_runtime"] = seconds
+        numbers["eval_samples_per_second"] = summary["num_samples"] / seconds
         metrics = {**numbers, **summary, "logged": logged}
+        self._tell(partial(self._tell_evaluation, numbers, metrics))
+
+    def _tell_evaluation(self, numbers: Numbers, metrics: Json) -> None:
+        step = self.state.global_step
         self._log({"step": step, **numbers}, metrics)
-        self._call("evaluate", metrics=metrics)
+        self._call("evaluate", metrics=NamedNumbers(metrics))
         # Only now: EarlyStoppingCallback compares with the best of the earlier evaluations.
         self._note_best(numbers, step)
 
@@ -224,8 +297,8 @@ class Callbacks(Listener):
         """Adds a line to the history, and calls the hook."""
         state = self.state
         about = {"step": state.global_step, "epoch": state.epoch}
-        state.log_history.append({**about, **line})
-        self._call("log", logs={**about, **logs})
+        state.log_history.append(NamedNumbers({**about, **line}))
+        self._call("log", logs=NamedNumbers({**about, **logs}))
 
     def _best_name(self, numbers: Numbers) -> str:
         """Returns the number of an evaluation that `metric_for_best_model` names; by default
@@ -304,16 +377,43 @@ def _named_evaluation(summary: Json) -> Numbers:
     return numbers
 
 
-def _with_names_of_trl(record: Json) -> Json:
+def _with_names_of_trl(record: Json, groups: Sequence[Group]) -> Json:
     """Returns the record of a step, also with the names by which callbacks of TRL read it."""
     update = record["update"]
+    seconds = record["seconds"]
     named = {name: update[name] for name in ("loss", "grad_norm", "learning_rate", "entropy")}
     named["kl"] = update["kl_reference"]
+    named["clip_ratio/region_mean"] = update["clip_fraction"]
     named["completions/mean_length"] = record["completion_tokens"]
     named["completions/clipped_ratio"] = record["truncated"]
+    named["frac_reward_zero_std"] = record["zero_variance_groups"] / len(groups)
+    named["step_time"] = sum(seconds.values()) - seconds.get("evaluation", 0.0)
     for name, mean_reward in record["rewards"].items():
         named[f"rewards/{name}/mean"] = mean_reward
-    return {**record.get("logged", {}), **named, **record}
+    return {**record.get("logged", {}), **named, **_of_answers(groups), **record}
+
+
+def _of_answers(groups: Sequence[Group]) -> Numbers:
+    """Returns the numbers of a step's answers that TRL logs and the record lacks."""
+    answers = list(chain.from_iterable(group.answers for group in groups))
+    found: Numbers = {}
+    rewards = {"reward_std": [answer.reward for answer in answers]}
+    for name in {name for answer in answers for name in answer.components}:
+        scores = [answer.components.get(name) for answer in answers]
+        rewards[f"rewards/{name}/std"] = [score for score in scores if score is not None]
+    for name, values in rewards.items():
+        if len(values) > 1:
+            found[name] = stdev(values)
+
+    # An episode may have several sequences, none of which has its length.
+    if len(answers) == sum(len(group.completions) for group in groups):
+        ended = [answer for answer in answers if answer.finish_reason != "length"]
+        for name, those in (("", answers), ("terminated_", ended)):
+            lengths = [len(answer.token_ids) for answer in those] or [0]
+            found[f"completions/min_{name}length"] = min(lengths)
+            found[f"completions/max_{name}length"] = max(lengths)
+        found["completions/mean_terminated_length"] = mean(lengths)
+    return found
 
 
 def _call(hook: Any, args: Any, state: Any, control: Any, *, keywords: Json) -> Any:

@@ -40,6 +40,7 @@ from trainer.api.output import check_newest, check_output, decided, remove_run
 from trainer.api.refusals import Given, Names, Refusals, with_names
 from trainer.api.settings import TrainerConfig
 from trainer.api.trial import try_functions
+from trainer.api.trl import NamedNumbers
 from trainer.evaluation.results import EvaluationResults
 from trainer.observe.problems import Problems
 from trainer.observe.run_dir import console, read_lines, read_settings
@@ -55,15 +56,18 @@ _NOT_THE_MODEL = ("trainer_state.json", "state", "critic", "reference")
 
 @dataclass(frozen=True)
 class TrainResult:
-    """Result of `train`."""
+    """Result of `train`. It can be unpacked and indexed as transformers' TrainOutput: global_step,
+    training_loss, metrics.
+    """
 
     global_step: int
     """Steps of the run, including those of earlier calls."""
     metrics: Numbers
     """`reward`, `accuracy`, `completion_tokens`, `loss` and `kl` of the last step; `eval_accuracy`
-    with evaluation data.
+    with evaluation data; of the whole call `train_runtime` (seconds), `train_samples_per_second`
+    (answers), `train_steps_per_second`, `train_loss` and `epoch`.
 
-    Both accuracies are absent when the rewards are not verdicts.
+    Both accuracies are absent when the rewards are not verdicts, and `train_loss` without a step.
     """
     history: list[Json]
     """Record of every step (`metrics.jsonl`)."""
@@ -75,8 +79,14 @@ class TrainResult:
 
     @property
     def training_loss(self) -> float | None:
-        """Loss of the last step; None without one."""
-        return self.metrics.get("loss")
+        """Mean loss of the steps of this call; None without one."""
+        return self.metrics.get("train_loss")
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter((self.global_step, self.training_loss, self.metrics))
+
+    def __getitem__(self, place: int) -> Any:
+        return tuple(self)[place]
 
 
 class OnlineRLTrainer:
@@ -470,7 +480,8 @@ class OnlineRLTrainer:
             raise ConfigError(
                 "this is a file", field="path", value=str(target), remedy="name a directory"
             )
-        if (target / "trainer_state.json").exists():
+        # In the output directory this file is that of `save_state`.
+        if (target / "trainer_state.json").exists() and not target.samefile(self.output_dir):
             raise ConfigError(
                 "this directory is a checkpoint, and no run could continue from it any more",
                 field="path",
@@ -609,7 +620,7 @@ class OnlineRLTrainer:
     def _result(self, saved: Path) -> TrainResult:
         history = read_lines(self.output_dir / "metrics.jsonl")
         evaluations = read_lines(self.output_dir / "evaluations.jsonl")
-        found: Json = {}
+        found: Json = dict(self._callbacks.summary)
         last = history[-1] if history else {}  # a callback may stop a run before its first step
         for name in ("reward", "accuracy", "completion_tokens"):
             found[name] = last.get(name)
@@ -621,7 +632,9 @@ class OnlineRLTrainer:
             found |= by_data_set(evaluations[-1]["answers"], self._held_out_names)
         return TrainResult(
             global_step=last.get("step", 0),
-            metrics={name: float(value) for name, value in found.items() if value is not None},
+            metrics=NamedNumbers(
+                {name: float(value) for name, value in found.items() if value is not None}
+            ),
             history=history,
             evaluations=evaluations,
             checkpoint=saved,

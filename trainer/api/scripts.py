@@ -1,9 +1,11 @@
-"""Arguments of scripts as TRL reads them: `TrlParser`, `ScriptArguments`, `ModelConfig`."""
+"""Arguments of scripts as TRL reads them: `TrlParser`, `ScriptArguments`, `ModelConfig`, and
+`DatasetMixtureConfig` with `get_dataset`.
+"""
 
 import re
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
 from types import UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
@@ -29,6 +31,79 @@ class ScriptArguments:
     dataset_test_split: str = "test"
     dataset_streaming: bool = False
     gradient_checkpointing_use_reentrant: bool = False
+
+
+@dataclass
+class DatasetConfig:
+    """One data set of a mixture, with the arguments of `datasets.load_dataset`."""
+
+    path: str
+    name: str | None = None
+    data_dir: str | None = None
+    data_files: str | list[str] | dict[str, str] | None = None
+    split: str = "train"
+    columns: list[str] | None = None
+    fraction: float | None = None
+    """Its share of the mixture."""
+
+
+@dataclass
+class DatasetMixtureConfig:
+    """The data sets of a script that mixes several."""
+
+    datasets: list[DatasetConfig] = field(default_factory=list)
+    streaming: bool = False
+    test_split_size: float | None = None
+
+
+def get_dataset(mixture_config: DatasetMixtureConfig) -> Any:
+    """Returns the data sets one after the other, as a DatasetDict with a split `train`, and `test`
+    if `test_split_size` is set. With fractions, each has as many of its first rows as its share
+    needs. Raises ConfigError for a mixture of nothing, and for fractions that cannot be kept.
+    """
+    shares = _shares(mixture_config)
+    from datasets import DatasetDict, concatenate_datasets, load_dataset
+
+    parts = []
+    for each in mixture_config.datasets:
+        part = load_dataset(
+            each.path,
+            each.name,
+            data_dir=each.data_dir,
+            data_files=each.data_files,
+            split=each.split,
+            streaming=mixture_config.streaming,
+        )
+        parts.append(part if each.columns is None else part.select_columns(each.columns))
+    if shares:
+        # The largest mixture in which no data set has too few rows.
+        pairs = list(zip(parts, shares, strict=True))
+        rows = min(len(part) / share for part, share in pairs if share)
+        parts = [part.select(range(round(share * rows))) for part, share in pairs]
+
+    mixture = concatenate_datasets(parts)
+    if mixture_config.test_split_size is None:
+        return DatasetDict({"train": mixture})
+    return mixture.train_test_split(test_size=mixture_config.test_split_size)
+
+
+def _shares(mixture_config: DatasetMixtureConfig) -> list[float]:
+    """Returns the fractions, which then sum to 1; empty without any. Raises ConfigError."""
+    fractions = [each.fraction for each in mixture_config.datasets]
+    given = [fraction for fraction in fractions if fraction is not None]
+    problem = ""
+    remedy = "give every data set a fraction above 0, or none of them"
+    if not fractions:
+        problem = "there is no data set"
+        remedy = "list at least one"
+    elif given and (len(given) < len(fractions) or min(given) <= 0):
+        problem = "these fractions make no mixture"
+    elif given and mixture_config.streaming:
+        problem = "the rows of a stream are not known, so it has no fraction"
+        remedy = "leave streaming or the fractions out"
+    if problem:
+        raise ConfigError(problem, field="datasets", value=fractions, remedy=remedy)
+    return [fraction / sum(given) for fraction in given]
 
 
 @dataclass

@@ -1,6 +1,7 @@
 """What scripts for transformers' Trainer do after training: metrics, model card, accelerator."""
 
 import json
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -44,8 +45,14 @@ class WithTransformersNames(OnlineRLTrainer):
         set, and `ignore_keys`, its second argument, has no effect.
         """
         given = eval_dataset if dataset is None else dataset
+        began = time.monotonic()
         results = super().evaluate(given, k if isinstance(k, int) else 1)
-        named = {f"{metric_key_prefix}_reward": results["mean_reward"]}
+        seconds = max(1e-9, time.monotonic() - began)
+        named = {
+            f"{metric_key_prefix}_reward": results["mean_reward"],
+            f"{metric_key_prefix}_runtime": seconds,
+            f"{metric_key_prefix}_samples_per_second": results["num_samples"] / seconds,
+        }
         if results["accuracy"] is not None:
             named[f"{metric_key_prefix}_accuracy"] = results["accuracy"]
         return cast("EvaluationResults", {**results, **named})
@@ -112,7 +119,14 @@ class WithTransformersNames(OnlineRLTrainer):
             _write(everything, before | own)
 
     def save_state(self) -> None:
-        """Does nothing: a checkpoint has the state that a run needs to go on."""
+        """Writes transformers' `trainer_state.json`, with the `log_history`, into `output_dir`. A
+        run goes on from the state that its checkpoints have.
+        """
+        self.output_dir.mkdir(parents=True, exist_ok=True)
+        self.state.save_to_json(str(self.output_dir / "trainer_state.json"))
+
+    def end(self) -> None:
+        """Does nothing: trackers have ended when `train` returns."""
 
     def create_model_card(self, *_: Any, **__: Any) -> None:
         """Does nothing: `save_model` writes the card of the run."""

@@ -12,7 +12,7 @@ from typing import Any
 from pydantic.fields import FieldInfo
 
 from common import Json
-from common.errors import ConfigError, shorten
+from common.errors import ConfigError, did_you_mean, shorten
 from common.settings.algorithm import RECIPES
 from trainer.api.refusals import Given, Names, Refusals
 from trainer.trackers.base import LIBRARIES
@@ -55,6 +55,26 @@ class Argument:
     accepted: tuple[Any, ...] = ()
     """Values that ask for what is done here anyway, besides None, False, 0 and empty ones."""
     effect: Effect = Effect.USED
+
+
+class NotLogged(ConfigError, KeyError):
+    """A number was read that is not there."""
+
+    # That of KeyError shows the text as a literal.
+    __str__ = Exception.__str__
+
+
+class NamedNumbers(Values):
+    """Numbers of a run, TRL's names among them; reading one that is not there raises NotLogged."""
+
+    def __missing__(self, name: str) -> Any:
+        reasons = (why for start, why in _NOT_LOGGED.items() if str(name).startswith(start))
+        reason = next(reasons, "")
+        raise NotLogged(
+            f"this number is not logged here{reason and f': {reason}'}",
+            field=name,
+            remedy=did_you_mean(str(name), self),
+        )
 
 
 class Unsupported(ValueError):
@@ -491,6 +511,20 @@ _OTHER_NAMES = {
     "model_name": "model_name_or_path",
     "rloo_k": "num_generations",
     "num_epochs": "num_train_epochs",
+}
+# Why a number that TRL logs is not there, by the beginning of its name.
+_NOT_LOGGED = {
+    "total_flos": "floating-point operations are not counted",
+    "num_tokens": "update.trained_tokens has the completion tokens of a step",
+    "num_input_tokens_seen": "update.trained_tokens has the completion tokens of a step",
+    "clip_ratio/": "clip_ratio/region_mean counts clipped tokens at both bounds",
+    "cispo_clip_ratio": "clip_ratio/region_mean counts clipped tokens",
+    "sampling/": "update.delta_logprob and update.effective_sample_size compare with the engine",
+    "tools/": "lost_episodes and refused_calls tell of episodes",
+    "policy_loss": "loss has all terms",
+    "eval_loss": "answers are graded, not trained on",
+    "eval_steps_per_second": "answers are not evaluated in batches",
+    "eval_": "an evaluation has its reward, its accuracy and what reward functions log",
 }
 READ_AS: Values = {
     "adam_epsilon": 1e-8,

@@ -29,7 +29,7 @@ metrics = trainer.evaluate()
 assert metrics["num_ungraded"] == 0
 assert metrics["eval_reward"] == metrics["mean_reward"]
 assert "test_reward" in trainer.evaluate(metric_key_prefix="test")
-print("graded", trainer.state.log_history[-1]["mean_reward"])
+print("graded", trainer.state.log_history[-2]["mean_reward"], trainer.state.log_history[-1]["train_runtime"])
 """
 SAVED = """
 import os, sys
@@ -912,11 +912,79 @@ REWARD_MODEL_WORDS = [
     "--zero_stage",
     "3",
 ]
+MIXED = """
+import json
+from pathlib import Path
+from rlhf_math import (DatasetMixtureConfig, GRPOConfig, GRPOTrainer, ModelConfig, ScriptArguments, TrlParser,
+                       get_dataset, get_peft_config, get_quantization_config)
+from rlhf_math.rewards import accuracy_reward, think_format_reward
+{rows}
+for name, part in (("many", rows[:6]), ("few", rows[6:])):
+    Path(f"{name}.jsonl").write_text("".join(json.dumps(row) + "\\n" for row in part))
+
+def main(script_args, training_args, model_args, dataset_args):
+    model_init_kwargs = dict(
+        revision=model_args.model_revision,
+        trust_remote_code=training_args.trust_remote_code,
+        attn_implementation=model_args.attn_implementation,
+        dtype=model_args.dtype,
+    )
+    if training_args.model_init_kwargs is not None:
+        model_init_kwargs.update(training_args.model_init_kwargs)
+    training_args.model_init_kwargs = model_init_kwargs
+    assert not script_args.dataset_name
+    dataset = get_dataset(dataset_args)
+    print("mixed", dataset["train"].num_rows, dataset["test"].num_rows, dataset["train"].column_names)
+    trainer = GRPOTrainer(
+        model=model_args.model_name_or_path,
+        reward_funcs=[accuracy_reward, think_format_reward],
+        args=training_args,
+        train_dataset=dataset[script_args.dataset_train_split],
+        eval_dataset=dataset[script_args.dataset_test_split] if training_args.eval_strategy != "no" else None,
+        quantization_config=get_quantization_config(model_args),
+        peft_config=get_peft_config(model_args),
+    )
+    trainer.train(resume_from_checkpoint=training_args.resume_from_checkpoint)
+    trainer.accelerator.print("training completed")
+    trainer.save_model(training_args.output_dir)
+    trainer.end()
+
+parser = TrlParser((ScriptArguments, GRPOConfig, ModelConfig, DatasetMixtureConfig), prog="grpo")
+main(*parser.parse_args_and_config(fail_with_unknown_args=False))
+print("ended", Path("out/model.safetensors").exists())
+"""
+"""After TRL's own scripts/grpo.py."""
+MIXED_RECIPE = """
+model_name_or_path: BASE
+output_dir: out
+max_steps: 1
+per_device_train_batch_size: 4
+num_generations: 4
+max_completion_length: 12
+eval_strategy: steps
+eval_steps: 1
+use_cpu: true
+datasets:
+  - path: json
+    data_files: many.jsonl
+    columns: [prompt, solution]
+    fraction: 1
+  - path: json
+    data_files: few.jsonl
+    columns: [prompt, solution]
+    fraction: 1.0
+test_split_size: 0.25
+"""
 SCRIPTS: dict[str, tuple[str, list[str], str]] = {
     "alarm": (ALARM, ["BASE"], "graded "),
     "saved": (SAVED, ["BASE"], "saved True"),
     "parsed": (PARSED, ["--config", "recipe.yaml", "--seed", "9"], "finished 9 "),
     "wrapped": (WRAPPED, ["BASE"], "steps 2"),
+    "mixed": (
+        MIXED,
+        ["--config", "recipe.yaml"],
+        "mixed 3 1 ['prompt', 'solution']|training completed|ended True",
+    ),
     "streamed": (STREAMED, ["BASE"], "logged 2 True"),
     "countdown": (
         COUNTDOWN,
@@ -931,5 +999,5 @@ SCRIPTS: dict[str, tuple[str, list[str], str]] = {
     "reward_model": (REWARD_MODEL, REWARD_MODEL_WORDS, "rewards ['reward_model', 'soft_overlong"),
 }
 """Each script, its arguments, and what it prints at the end."""
-RECIPES = {"parsed": PARSED_RECIPE, "countdown": COUNTDOWN_RECIPE}
+RECIPES = {"parsed": PARSED_RECIPE, "countdown": COUNTDOWN_RECIPE, "mixed": MIXED_RECIPE}
 """Content of their recipe.yaml."""

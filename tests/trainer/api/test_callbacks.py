@@ -3,6 +3,7 @@
 import json
 from itertools import islice
 from pathlib import Path
+from statistics import mean, stdev
 from typing import Any
 
 import pytest
@@ -185,11 +186,80 @@ def test_a_state_is_that_of_transformers(base_model: Path, tmp_path: Path) -> No
     assert not any(state["stop"] for state in seen)
     saved = TrainerState.load_from_json(str(tmp_path / "state.json"))
     assert saved.global_step == saved.max_steps == 2
-    assert [line["step"] for line in saved.log_history] == [0, 1, 1, 2, 2]
+    assert [line["step"] for line in saved.log_history] == [0, 1, 1, 2, 2, 2]
     assert json.loads((tmp_path / "args.json").read_text())["learning_rate"] == 2e-5
     popped = trainer.pop_callback(Keeps)
     assert isinstance(popped, Keeps)
     assert popped not in trainer.callback_handler.callbacks
+
+
+def test_numbers_have_the_names_and_the_order_of_trl(base_model: Path, tmp_path: Path) -> None:
+    """As a script of TRL reads them: from the result, the history, and the file of the state."""
+    events: list[tuple[str, int]] = []
+
+    class Watches(TrainerCallback):  # type: ignore[misc]
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            events.append(("step_end", state.global_step))
+
+        def on_log(self, args: Any, state: Any, control: Any, logs: Any, **_: Any) -> None:
+            kind = "eval_reward" if "eval_reward" in logs else "log"
+            events.append((kind, state.global_step))
+
+        def on_evaluate(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            events.append(("evaluate", state.global_step))
+
+        def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            events.append(("save", state.global_step))
+
+    def varied(completions: list[Any], **_: Any) -> list[float]:
+        return [float(len(completion[0]["content"]) % 3) for completion in completions]
+
+    settings = config(tmp_path, max_steps=2, save_steps=1)
+    given = (str(base_model), varied, settings, ROWS, ROWS[:2])
+    trainer = GRPOTrainer(*given, callbacks=[Watches()])
+    step, loss, metrics = trainer.train()
+    end = [("log", 2), ("eval_reward", 2), ("evaluate", 2), ("save", 2), ("log", 2)]
+    assert events == [
+        *(("eval_reward", 0), ("evaluate", 0)),
+        *(("step_end", 1), ("log", 1), ("eval_reward", 1), ("evaluate", 1), ("save", 1)),
+        *(("step_end", 2), *end),
+    ]
+
+    steps = [line for line in trainer.state.log_history if "reward_std" in line]
+    assert (step, loss) == (2, pytest.approx(mean(line["loss"] for line in steps)))
+    assert metrics["train_loss"] == loss
+    assert metrics["train_samples_per_second"] * metrics["train_runtime"] == pytest.approx(2 * 8)
+    assert metrics["train_steps_per_second"] * metrics["train_runtime"] == pytest.approx(2)
+    last = trainer.state.log_history[-1]
+    assert (last["train_loss"], last["step"]) == (loss, 2)
+
+    texts = (tmp_path / "run/groups.jsonl").read_text().splitlines()
+    recorded = [json.loads(text) for text in texts]
+    for line, groups in zip(steps, (each["groups"] for each in recorded), strict=True):
+        rewards = [reward for group in groups for reward in group["rewards"]]
+        lengths = [tokens for group in groups for tokens in group["tokens"]]
+        assert line["reward_std"] == line["rewards/varied/std"] == pytest.approx(stdev(rewards))
+        assert line["completions/min_length"] == min(lengths)
+        assert line["completions/max_length"] == max(lengths)
+        assert line["completions/max_terminated_length"] <= max(lengths)
+        equal = [len(set(group["rewards"])) == 1 for group in groups]
+        assert line["frac_reward_zero_std"] == mean(equal)
+        assert line["step_time"] > 0
+    assert all(line["eval_runtime"] > 0 for line in trainer.state.log_history if "n" in line)
+    assert dict(trainer.evaluate())["eval_runtime"]
+
+    for numbers, name in ((metrics, "total_flos"), (steps[0], "clip_ratio/low_mean")):
+        with pytest.raises(KeyError) as caught:
+            numbers[name]
+        assert isinstance(caught.value, ConfigError)
+        assert (caught.value.code, caught.value.field) == ("config", name)
+        assert numbers.get(name) is None
+
+    trainer.save_state()
+    trainer.save_model()  # also where the state was saved before
+    trainer.end()
+    saved = TrainerState.load_from_json(str(tmp_path / "run/trainer_state.json"))
+    assert saved.log_history == json.loads(json.dumps(trainer.state.log_history))
 
 
 class Cuts:
@@ -212,7 +282,8 @@ class NamesWhatItWants:
         self.seen["step"] = state.global_step
 
     def on_log(self, logs: Any, state: Any, every: int = 1, **about: Any) -> None:
-        self.seen["log"] = ("reward" in logs, state.global_step, every)
+        if "reward" in logs:  # the last one has the numbers of the whole run
+            self.seen["log"] = (state.global_step, every)
 
     def on_save(self, checkpoint: Path, **about: Any) -> None:
         self.seen["save"] = (checkpoint.name, about["state"].global_step)
@@ -228,7 +299,7 @@ def test_a_hook_gets_the_arguments_that_it_names(base_model: Path, tmp_path: Pat
     assert hooks.seen == {
         "begin": True,
         "step": 1,
-        "log": (True, 1, 1),
+        "log": (1, 1),
         "save": ("step_000001", 1),
         "end": 3,
     }

@@ -160,10 +160,10 @@ def test_callbacks_follow_a_run_and_can_stop_it(base_model: Path, tmp_path: Path
     assert short.steps == [1, 2]
     assert watch.events == [
         *(("begin", 9), ("log", 0), ("evaluate", 0)),
-        *(("save", 1), ("log", 1), ("log", 2)),
-        *(("log", 2), ("evaluate", 2), ("save", 2), ("end", 2)),
+        *(("log", 1), ("save", 1), ("log", 2)),
+        *(("log", 2), ("evaluate", 2), ("save", 2), ("log", 2), ("end", 2)),
     ]
-    assert [line["step"] for line in trainer.state.log_history] == [0, 1, 2, 2]
+    assert [line["step"] for line in trainer.state.log_history] == [0, 1, 2, 2, 2]
     evaluation, first = trainer.state.log_history[:2]
     assert first["loss"] == result.history[0]["update"]["loss"], "TRL's names are there too"
     assert first["rewards/length/mean"] == first["reward"] == result.history[0]["reward"]

@@ -12,14 +12,17 @@ import rlhf_math
 from common.errors import ConfigError
 from tests.support.errors import raises
 from trainer import (
+    DatasetMixtureConfig,
     GRPOConfig,
     GRPOTrainer,
     ModelConfig,
     RLOOConfig,
     ScriptArguments,
     TrlParser,
+    get_dataset,
     get_peft_config,
 )
+from trainer.api.scripts import DatasetConfig
 from trainer.api.trl import RENAMED
 
 
@@ -151,6 +154,18 @@ def test_the_name_of_a_model_is_for_model_config(base_model: Path, tmp_path: Pat
     assert "model_name_or_path" not in config.model_fields_set
     (alone,) = TrlParser(GRPOConfig).parse_args_and_config(words)
     assert alone.model_name_or_path == str(base_model)
+
+
+@pytest.mark.parametrize(
+    ("fractions", "streaming"),
+    [([], False), ([0.5, None], False), ([0.5, -0.5], False), ([0.0], False), ([0.5, 0.5], True)],
+)
+def test_a_mixture_that_cannot_be_made_is_refused_before_anything_is_loaded(
+    fractions: list[float | None], streaming: bool
+) -> None:
+    parts = [DatasetConfig(path="no/such/data", fraction=fraction) for fraction in fractions]
+    with raises(ConfigError, code="config", field="datasets"):
+        get_dataset(DatasetMixtureConfig(parts, streaming=streaming))
 
 
 def test_one_of_several_processes_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -61,6 +61,7 @@ def folders(
     environment = {
         **os.environ,
         "PYTHONPATH": str(ROOT),
+        "HF_DATASETS_CACHE": str(root / "datasets"),
         "HF_ENDPOINT": f"http://127.0.0.1:{free_port()}",
     }
     runner = [sys.executable, "-m", "tests.support.workers.trl_script_runner"]
