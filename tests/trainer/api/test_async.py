@@ -164,21 +164,20 @@ def test_publishing_goes_on_beside_the_next_update_in_order(
 
     def watched_publish(self: DirectPublisher, weights: Weights, version: int) -> None:
         assert busy.acquire(blocking=False), "two versions on their way"
-        if (
-            version == 1
-        ):  # version 1 is published only after the second update: the update must not wait for it
+        # Version 1 is published only after the second update, which must not wait for it.
+        if version == 1:
             assert updated.wait(400)
         publish(self, weights, version)
         published.append(version)
         busy.release()
 
     def watched_update(self: Policy, batch: Batch) -> Any:
-        if (
-            self.step == 1
-        ):  # the third batch was sampled with version 0 then, however slow the engine is
+        is_second = self.step == 1
+        # The third batch was sampled with version 0 then, however slow the engine is.
+        if is_second:
             assert answered.wait(400)
         found = update(self, batch)
-        if self.step == 2:
+        if is_second:
             updated.set()
         return found
 

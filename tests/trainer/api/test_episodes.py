@@ -183,7 +183,7 @@ def test_functions_are_tools_and_reward_functions_grade_the_last_answer(tmp_path
         calls.append((a, b))
         return a * b
 
-    build(tmp_path, console=Console(quiet=True), steps=80, batch=8)
+    build(tmp_path, console=Console(quiet=True), steps=300, batch=8)
     rows = [{"prompt": [{"role": "user", "content": f"{4700 + n} * 8526 = ?"}]} for n in range(8)]
     settings = config(tmp_path, max_completion_length=128, max_tool_calling_iterations=2)
     result = GRPOTrainer(str(tmp_path / "base"), length, settings, rows, tools=[multiply]).train()
