@@ -5,6 +5,7 @@
 import os
 import signal
 import sys
+from collections import deque
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -15,9 +16,12 @@ from common.process.run_lock import RunLock
 from learning.ranks import Ranks
 from tests.support.runs.audits import audited
 from tests.support.runs.in_process import quiet
+from trainer import build
 from trainer.backends.in_process import InProcessBackend
-from trainer.build import build_run
 from trainer.loop import train
+from trainer.policy.critic import value_function
+from trainer.policy.policy import Policy
+from trainer.policy.reference import Reference
 from trainer.run import Listener, Run
 
 
@@ -45,7 +49,9 @@ def main(run_dir: Path, model: Path, kill_at: int, *settings: str) -> None:
         is_first = os.environ["RANK"] == "0"
         lock = stack.enter_context(RunLock.of_new_run(run_dir, "ranks")) if is_first else None
         ranks = stack.enter_context(Ranks.from_env(120.0, config))
-        run = build_run(
+        if not is_first:
+            _gathers_first_weights()
+        run = build.build_run(
             config,
             ranks,
             run_dir,
@@ -57,6 +63,24 @@ def main(run_dir: Path, model: Path, kill_at: int, *settings: str) -> None:
         train(run)
         run.finish()
         ranks.barrier()
+
+
+def _gathers_first_weights() -> None:
+    """Makes this rank take part when rank 0, whose engine is in its process, gathers the weights
+    with which the engine begins: before the value function.
+    """
+    policies: list[Policy] = []
+
+    def reference(policy: Policy, saved: Path | None) -> Reference:
+        policies.append(policy)
+        return Reference(policy, saved)
+
+    def value(*arguments: Any) -> Any:
+        deque(policies[0].weights(), maxlen=0)
+        return value_function(*arguments)
+
+    build.Reference = reference  # type: ignore[misc, assignment]
+    build.value_function = value
 
 
 if __name__ == "__main__":

@@ -148,4 +148,4 @@ def test_a_script_with_reward_functions_of_its_own(base_model: Path, tmp_path: P
     status, printed = reexecuted(tmp_path / "run", 2)
     assert status == 0, printed
     last = printed.splitlines()[-1]
-    assert last == f"{NOTHING}, except what was not compared (prompts, rewards)"
+    assert last == f"{NOTHING}, except what was not compared (rewards)"
