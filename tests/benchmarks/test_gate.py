@@ -109,8 +109,8 @@ def test_a_drift_of_logprobs_fails(base_model: Path, monkeypatch: pytest.MonkeyP
     right = rollout.completion_from_answer
 
     @functools.wraps(right)
-    def drifted(*arguments: Any) -> Any:
-        completion = right(*arguments)
+    def drifted(*arguments: Any, **options: Any) -> Any:
+        completion = right(*arguments, **options)
         completion.logprobs = completion.logprobs - 0.01
         return completion
 

@@ -21,6 +21,7 @@ from tests.support.models.tiny_models import make, write
 from tests.support.processes.ranks import run_ranks
 from tests.support.workers import long_row
 from tests.support.workers.sharded_policies import learned
+from trainer.cli.tiny_base import make_tokenizer
 from trainer.policy.checkpoint import newest
 from trainer.policy.policy import Policy
 
@@ -172,6 +173,7 @@ def test_checkpoints_change_their_form(tmp_path: Path) -> None:
     """Four ranks that divide the experts, two that do not, one, and back; also from a disk that
     only rank 0 sees."""
     model = written(tmp_path)
+    make_tokenizer(["1 + 1 = 2"]).save_pretrained(model)  # checkpoints know whose they are
     one = One(model, tmp_path)
     plain = arguments(model)
     divided = arguments(model, expert_size=2)
