@@ -1,5 +1,5 @@
-"""Claim: the embedded engine, over HTTP, beats in-process `model.generate` of transformers by 1.2 ×
-in tokens/s.
+"""Claim: the embedded engine, over HTTP, beats in-process `model.generate` of transformers by 2 ×
+in tokens/s, where a C++ compiler is installed.
 
 `OMP_NUM_THREADS=1 python -m benchmarks.engine [--rounds N] [--device cuda]` sends 32 prompts × 8
 completions, one request per prompt, all at once, to the tiny model in float32 at temperature 1;

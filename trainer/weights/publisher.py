@@ -84,10 +84,9 @@ class Publisher:
                 transport = "broadcast"
             else:
                 transport = "shared" if manifest.directory else "http"
-            # A short one is in the log line of the step anyway.
-            level = logging.INFO if seconds >= 1 else logging.DEBUG
             log.log(
-                level,
+                # A short one is in the log line of the step anyway.
+                logging.INFO if seconds >= 1 else logging.DEBUG,
                 "weights %d: %.1f MB in %.2f s (%.0f MB/s) by %s",
                 version,
                 size / 1e6,
