@@ -327,7 +327,8 @@ async def until_read() -> None:
     waiting = select.poll()
     for server in _running.values():
         for sock in server.listening:
-            waiting.register(sock, select.POLLIN)
+            if sock.fileno() >= 0:  # it is closed before its server is forgotten
+                waiting.register(sock, select.POLLIN)
     # A socket that listens can be read while connections wait to be accepted.
     for _ in range(_ACCEPTING):
         if not waiting.poll(0):

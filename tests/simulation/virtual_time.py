@@ -296,9 +296,7 @@ def simulated(seed: int) -> Iterator[VirtualLoop]:
         return await loop.run_in_executor(None, function, *arguments)
 
     random.seed(seed)
-    # A collection need not look at the modules, and one at the end is enough.
-    gc.freeze()
-    gc.disable()
+    gc.disable()  # one collection at the end is enough
     with (
         patch.object(time, "monotonic", lambda: loop.now + 1000.0),
         patch.object(time, "perf_counter", lambda: loop.now + 1000.0),
@@ -319,5 +317,13 @@ def simulated(seed: int) -> Iterator[VirtualLoop]:
             asyncio.set_event_loop(None)
             loop.close()
             gc.collect()
+            _spare_modules()
             gc.enable()
-            gc.unfreeze()
+
+
+@functools.cache
+def _spare_modules() -> None:
+    """Spares collections a look at what the first run has imported and made once. Later runs that
+    somebody still holds at their end are not spared: the next one's end collects them.
+    """
+    gc.freeze()

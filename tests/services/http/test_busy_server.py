@@ -8,7 +8,7 @@ import pytest
 import uvloop
 from fastapi import Request
 
-from services.http.app import create_app, listen, serving, until_read
+from services.http.app import Server, create_app, listen, serving, until_read
 from services.http.connections import BoundedConnection, connection_of
 
 pytestmark = pytest.mark.integration
@@ -78,3 +78,15 @@ def test_a_timer_that_a_busy_server_is_late_for_does_not_end_a_connection_that_h
 
     with asyncio.Runner(loop_factory=LOOPS[loop]) as runner:
         runner.run(play())
+
+
+async def test_a_server_whose_task_was_cancelled_holds_up_nobody() -> None:
+    sock = listen("127.0.0.1", 0)
+    server = Server(create_app("cancelled"), *sock.getsockname())
+    task = asyncio.create_task(server.serve([sock]))
+    while not server.started:  # noqa: ASYNC110
+        await asyncio.sleep(0)
+    task.cancel()
+    await asyncio.wait([task])
+    sock.close()
+    await until_read()

@@ -79,8 +79,7 @@ def _gathers_first_weights() -> None:
         deque(policies[0].weights(), maxlen=0)
         return value_function(*arguments)
 
-    build.Reference = reference  # type: ignore[misc, assignment]
-    build.value_function = value
+    vars(build).update(Reference=reference, value_function=value)
 
 
 if __name__ == "__main__":

@@ -173,7 +173,7 @@ def test_checkpoints_change_their_form(tmp_path: Path) -> None:
     """Four ranks that divide the experts, two that do not, one, and back; also from a disk that
     only rank 0 sees."""
     model = written(tmp_path)
-    make_tokenizer(["1 + 1 = 2"]).save_pretrained(model)  # checkpoints know whose they are
+    make_tokenizer(iter(["1 + 1 = 2"])).save_pretrained(model)  # checkpoints know whose they are
     one = One(model, tmp_path)
     plain = arguments(model)
     divided = arguments(model, expert_size=2)
