@@ -30,6 +30,7 @@ class EngineRoom:
         """Completions that may still be sent, by the last look and what has ended since."""
         self._sent: dict[object, tuple[float, int]] = {}
         """When completions were sent that have no answer yet, and how many; of late."""
+        self._looked_at = 0.0
         self._next_look = 0.0
         self._pause_s = _FIRST_LOOK_S
 
@@ -50,12 +51,17 @@ class EngineRoom:
                 await asyncio.sleep(max(0.0, self._next_look - loop.time()))
                 await self._look()
             self._room -= completions
-            self._sent[sent] = (loop.time(), completions)
+            sent_at = loop.time()
+            self._sent[sent] = (sent_at, completions)
         try:
             yield
         finally:
             self._sent.pop(sent, None)
-            self._room += completions
+            # The last look may have seen that the engine had ended these, if their answer was on
+            # its way: then they are not counted again, and the next look tells.
+            is_seen = sent_at < self._looked_at and loop.time() < self._looked_at + _TRANSIT_S
+            if not is_seen:
+                self._room += completions
 
     async def _look(self) -> None:
         loop = asyncio.get_running_loop()
@@ -67,6 +73,7 @@ class EngineRoom:
             if at >= began - _TRANSIT_S
         }
         self._room = room - sum(completions for _, completions in self._sent.values())
-        took_s = loop.time() - began
-        self._next_look = loop.time() + max(self._pause_s, took_s / _LOOK_SHARE)
+        self._looked_at = loop.time()
+        took_s = self._looked_at - began
+        self._next_look = self._looked_at + max(self._pause_s, took_s / _LOOK_SHARE)
         self._pause_s = min(2 * self._pause_s, _LOOK_S)
