@@ -408,11 +408,14 @@ def _of_answers(groups: Sequence[Group]) -> Numbers:
     # An episode may have several sequences, none of which has its length.
     if len(answers) == sum(len(group.completions) for group in groups):
         ended = [answer for answer in answers if answer.finish_reason != "length"]
-        for name, those in (("", answers), ("terminated_", ended)):
-            lengths = [len(answer.token_ids) for answer in those] or [0]
-            found[f"completions/min_{name}length"] = min(lengths)
-            found[f"completions/max_{name}length"] = max(lengths)
-        found["completions/mean_terminated_length"] = mean(lengths)
+        lengths = {
+            "": [len(answer.token_ids) for answer in answers],
+            "terminated_": [len(answer.token_ids) for answer in ended] or [0],
+        }
+        for name, counts in lengths.items():
+            found[f"completions/min_{name}length"] = min(counts)
+            found[f"completions/max_{name}length"] = max(counts)
+        found["completions/mean_terminated_length"] = mean(lengths["terminated_"])
     return found
 
 

@@ -81,7 +81,7 @@ _OF_COMPARISON = [
     "weight",
     "weight_square",
 ]
-"""Of the tokens that were scored before the first update; `first` is their number."""
+"""Sums over the tokens that were scored before the first update; `first` counts these tokens."""
 _NAMES = [*_OF_UPDATES, *_OF_COMPARISON, "passes", "full_passes"]
 
 

@@ -57,10 +57,10 @@ class EngineRoom:
             yield
         finally:
             self._sent.pop(sent, None)
-            # The last look may have seen that the engine had ended these, if their answer was on
-            # its way: then they are not counted again, and the next look tells.
-            is_seen = sent_at < self._looked_at and loop.time() < self._looked_at + _TRANSIT_S
-            if not is_seen:
+            # If their answer was on its way during the last look, it no longer counted them, and
+            # their room would be given away twice.
+            may_be_seen = sent_at < self._looked_at and loop.time() < self._looked_at + _TRANSIT_S
+            if not may_be_seen:
                 self._room += completions
 
     async def _look(self) -> None:

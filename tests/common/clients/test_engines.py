@@ -16,6 +16,7 @@ from common.clients.rollout import RolloutClient
 from common.errors import Overloaded
 from common.process import progress
 from services.http.app import create_app, listen, serving
+from tests.simulation.virtual_time import simulated
 from tests.support.engines.modelled_engine import modelled
 from tests.support.processes.ports import free_port
 from trainer.rollouts.engine_room import EngineRoom
@@ -172,6 +173,39 @@ async def test_groups_that_end_make_room_without_another_look() -> None:
         async with room.enter(8):
             pass
     assert looks == 1
+
+
+def test_an_answer_on_its_way_during_a_look_makes_room_once() -> None:
+    said = load(0, 0, slots=8)  # room for ten, two of which wait
+    room = EngineRoom(engines_that(lambda _: [said], ["http://a"]))
+    inside: list[str] = []
+
+    async def group(name: str, answered: asyncio.Event) -> None:
+        async with room.enter(10):
+            inside.append(name)
+            await answered.wait()
+
+    async def play() -> None:
+        events = [asyncio.Event() for _ in range(3)]
+        tasks = [asyncio.create_task(group("first", events[0]))]
+        await asyncio.sleep(2)  # the engine has them, and ends them: the look finds it empty
+        tasks.append(asyncio.create_task(group("second", events[1])))
+        await asyncio.sleep(0.2)
+        assert inside == ["first", "second"]
+        events[0].set()
+        said.update(load(8, 2, slots=8))  # the second group has arrived
+        tasks.append(asyncio.create_task(group("third", events[2])))
+        await asyncio.sleep(2)
+        assert inside == ["first", "second"]
+        said.update(load(0, 0, slots=8))
+        events[1].set()
+        await asyncio.sleep(2)
+        assert inside == ["first", "second", "third"]
+        events[2].set()
+        await asyncio.gather(*tasks)
+
+    with simulated(0) as loop:
+        loop.run_until_complete(play())
 
 
 async def test_groups_do_not_wait_for_servers_that_do_not_say_what_they_do() -> None:

@@ -437,7 +437,7 @@ def test_engines_are_idle_only_where_every_step_says_what_they_did(known: int) -
 @pytest.mark.parametrize("count", [9, 10])
 @pytest.mark.parametrize("reason", ["generation", "reward", "teacher", "stale"])
 def test_a_tenth_of_groups_or_episodes_is_too_much(reason: str, count: int) -> None:
-    """Of 90 that were trained on, and those that were lost."""
+    """The share counts the 90 that were trained on and those that were lost."""
     config = Config()
     config.trainer.batch_size = 9
     config.sampling.group_size = 1
