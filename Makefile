@@ -118,8 +118,8 @@ unit: $(BASE)/config.json
 test: style $(BASE)/config.json
 	$(MAKE) --no-print-directory --jobs 2 types suite
 
-# A quick test that hangs is named while the run is still young.
-suite: PYTEST += --timeout 400 -o faulthandler_timeout=450
+# A quick test that hangs is named while the run is still young, but after its own limits of 400 seconds, which say more.
+suite: PYTEST += --timeout 500 -o faulthandler_timeout=550
 suite: $(BASE)/config.json
 	$(PYTEST) -m 'not slow'
 

@@ -148,8 +148,11 @@ class Liveness:
     def __enter__(self) -> "Liveness":
         if self._ranks.world_size > 1:
             endpoint = self._endpoint()
+            # Made here: what rank 0 asks before its thread has begun waits in the loop.
+            loop = asyncio.new_event_loop()
+            self._loop = loop
             self._thread = threading.Thread(
-                target=lambda: asyncio.run(self._watch(endpoint)), name="liveness", daemon=True
+                target=self._run, args=(loop, endpoint), name="liveness", daemon=True
             )
             self._thread.start()
             if self._ranks.is_rank_zero:
@@ -233,9 +236,12 @@ class Liveness:
         self._ranks.broadcast((server.getsockname()[1], self._token))
         return server
 
+    def _run(self, loop: asyncio.AbstractEventLoop, endpoint: socket.socket) -> None:
+        with asyncio.Runner(loop_factory=lambda: loop) as runner:
+            runner.run(self._watch(endpoint))
+
     async def _watch(self, endpoint: socket.socket) -> None:
         """Runs the thread: listens, beats and judges until this rank ends."""
-        self._loop = asyncio.get_running_loop()
         server: asyncio.Server | None = None
         if self._ranks.is_rank_zero:
             server = await asyncio.start_server(self._accept, sock=endpoint, limit=_MAX_LINE_BYTES)

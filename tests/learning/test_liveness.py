@@ -107,7 +107,10 @@ class Nodes:
         path = self.directory / f"{name}.json"
         limit = time.monotonic() + 400
         while not path.exists():
-            assert time.monotonic() < limit, self.text(0) + self.text(1)
+            alive = all(process.poll() is None for process in self.processes)
+            assert (alive and time.monotonic() < limit) or path.exists(), self.text(0) + self.text(
+                1
+            )
             time.sleep(0.05)
         return RankWhere.model_validate_json(path.read_text())
 

@@ -202,6 +202,31 @@ def test_ranks_that_are_done_end_nobody_and_say_before_where_they_are(
     assert run.ranks[0].where_others_are() == []
 
 
+def test_a_rank_asked_before_its_thread_has_begun_names_all_the_same(
+    monkeypatch: pytest.MonkeyPatch, run: Run
+) -> None:
+    begins = threading.Event()
+    first = run.ranks[0]
+    watch = first._run
+
+    def begin_late(*arguments: Any) -> None:
+        begins.wait(60)
+        watch(*arguments)
+
+    monkeypatch.setattr(first, "_run", begin_late)
+    monkeypatch.setattr(liveness, "_ANSWER_S", 0.05)
+    for each in run.ranks:
+        each.__enter__()
+    early = watchdog.other_ranks()
+    assert [(each.rank, each.name, each.pid) for each in early] == [
+        (rank, name(rank), 0) for rank in (1, 2)
+    ]
+    begins.set()
+    wait(first._all_joined.is_set)
+    run.__exit__()
+    run.ended()
+
+
 @pytest.mark.parametrize(
     ("error", "how", "cause"),
     [
