@@ -57,6 +57,9 @@ _EXAMPLE = {
         }
     ],
 }
+Position = Annotated[int, Query(ge=0, lt=2**53)]
+Limit = Annotated[int, Query(ge=1, le=1000)]
+RunId = Annotated[str, Query(max_length=128)]
 _GROUPS = struct_schema(Groups) | {"examples": [{"groups": [_EXAMPLE]}]}
 
 
@@ -153,9 +156,9 @@ def _queue_routes(app: FastAPI, worker: Worker) -> None:
     @app.post("/groups/reset_fresh", responses=errors(409))
     async def reset_fresh(
         request: Request,
-        from_position: Annotated[int | None, Query(ge=0, lt=2**53)] = None,
-        step: Annotated[int | None, Query(ge=0, lt=2**53)] = None,
-        run_id: Annotated[str, Query(max_length=128)] = "",
+        from_position: Position | None = None,
+        step: Position | None = None,
+        run_id: RunId = "",
     ) -> dict[str, int]:
         """Drops all unacknowledged groups and, with `from_position`, all groups from that
         prompt-stream position on.
@@ -192,8 +195,8 @@ def _inspection_routes(app: FastAPI, worker: Worker) -> None:
 
     @app.get("/groups")
     async def listing(
-        limit: Annotated[int, Query(ge=1, le=1000)] = 100,
-        offset: Annotated[int, Query(ge=0, lt=2**53)] = 0,
+        limit: Limit = 100,
+        offset: Position = 0,
         state: Literal["fresh", "leased", "consumed"] | None = None,
     ) -> dict[str, Any]:
         """Lists the stored groups without their contents, optionally only those in one state."""

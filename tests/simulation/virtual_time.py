@@ -296,6 +296,7 @@ def simulated(seed: int) -> Iterator[VirtualLoop]:
         return await loop.run_in_executor(None, function, *arguments)
 
     random.seed(seed)
+    is_collected = gc.isenabled()
     gc.disable()  # one collection at the end is enough
     with (
         patch.object(time, "monotonic", lambda: loop.now + 1000.0),
@@ -316,14 +317,15 @@ def simulated(seed: int) -> Iterator[VirtualLoop]:
         finally:
             asyncio.set_event_loop(None)
             loop.close()
-            gc.collect()
+            if is_collected:
+                gc.collect()
+                gc.enable()
             _spare_modules()
-            gc.enable()
 
 
 @functools.cache
 def _spare_modules() -> None:
     """Spares collections a look at what the first run has imported and made once. Later runs that
-    somebody still holds at their end are not spared: the next one's end collects them.
+    somebody still holds at their end are not spared.
     """
     gc.freeze()

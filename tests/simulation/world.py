@@ -6,7 +6,7 @@ import asyncio
 import math
 import sqlite3
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -23,7 +23,7 @@ from common.clients.reward import RewardClient
 from common.clients.rollout import RolloutClient
 from common.errors import ServiceError
 from common.process import logs
-from common.prompts.prompter import Prompter, PromptStyle
+from common.prompts.prompter import Prompter, PromptStyle, TokenisedPrompt
 from common.settings.config import Config, load
 from common.wire.schemas import Completion, Group, Prompt
 from services.data.app import create_data_app
@@ -73,6 +73,20 @@ _MAX_FAILURES = 3
 @lru_cache
 def _tokenizer() -> Any:
     return load_tokenizer(load(["--model.name", str(ROOT / ".cache" / "tiny-base")], {}).model)
+
+
+_tokenised = dict[str, TokenisedPrompt]()
+
+
+class _Prompter(Prompter):
+    """Tokenises a prompt once for all runs, which have the same prompts."""
+
+    def tokenised(self, prompts: Sequence[Prompt]) -> list[TokenisedPrompt]:
+        new = [prompt for prompt in prompts if prompt.prompt not in _tokenised]
+        if new:
+            texts = [prompt.prompt for prompt in new]
+            _tokenised.update(zip(texts, super().tokenised(new), strict=True))
+        return [_tokenised[prompt.prompt] for prompt in prompts]
 
 
 @lru_cache
@@ -355,7 +369,7 @@ class World(Scene):
         context = RolloutContext(
             self.config,
             services,
-            Prompter(_tokenizer(), style, [2]),
+            _Prompter(_tokenizer(), style, [2]),
             clock=StageClock(),
             run_id=run_id,
         )

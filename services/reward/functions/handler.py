@@ -2,14 +2,16 @@
 
 import json
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import fields
 from typing import Any
 
 from common import Json
 from common.errors import ConfigError
 from common.process.imports import import_callable
-from services.reward.functions.base import RewardFunction, WrongScores, reason_of
+from services.reward.functions.base import RewardFunction, Score, WrongScores, reason_of
 from services.reward.functions.plain import PlainFunction
+
+_FIELDS = [field.name for field in fields(Score)]
 
 
 def prepare(arguments: Json) -> Callable[[], Callable[[str], str]]:
@@ -41,7 +43,9 @@ def prepare(arguments: Json) -> Callable[[], Callable[[str], str]]:
             except Exception as error:
                 always = isinstance(error, WrongScores)
                 return json.dumps({"error": reason_of(error), "always": always})
-            return json.dumps({"scores": list(map(asdict, scores))})
+            return json.dumps(
+                {"scores": [{name: getattr(score, name) for name in _FIELDS} for score in scores]}
+            )
 
         return handle
 
