@@ -373,7 +373,7 @@ class Liveness:
         await self._exit(
             f"no rank has made progress for {self._stuck_after_s:g} s (limits.stuck_after_s). "
             f"{self._stuck_at}. All ranks end",
-            event("rank_lost", rank="", how="stuck"),
+            event("rank_lost", how="stuck"),
             reports=self._ranks.is_rank_zero,
         )
 
@@ -389,7 +389,7 @@ class Liveness:
         name = self._name(message.rank)
         await self._exit(
             f"{name} {what}. {self._name(self._ranks.rank)} ends too",
-            event("rank_lost", rank=name, how=message.how, cause=message.code),
+            event("rank_lost", number=message.rank, how=message.how, cause=message.code),
             reports=self._ranks.rank == writer,
         )
 

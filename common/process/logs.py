@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from contextvars import ContextVar
 from datetime import datetime
 from pathlib import Path
@@ -35,6 +36,8 @@ _USABLE = re.compile(r"[\w.:/+=@-]{1,128}", re.ASCII)
 _TEXT = "%(asctime)s %(levelname)s %(name)s%(request)s: %(message)s"
 SEPARATOR = " · "
 """Between the parts of an error's text (`common.errors`)."""
+SERVED = "served"
+"""Code of the line about a request that a service answered without an error."""
 _request: ContextVar[str] = ContextVar("request", default="")
 _run: ContextVar[str] = ContextVar("run", default="")
 _own_run = ""
@@ -99,6 +102,15 @@ def event(code: str, **fields: object) -> dict[str, Any]:
     ServiceError among its arguments has those of the error without this.
     """
     return {"event": {"code": code, **fields}}
+
+
+def code_of(line: bytes) -> str:
+    """Returns the code of a log line, in text or JSON; empty for a line without one."""
+    if line.startswith(b'{"time"'):
+        with suppress(ValueError):
+            return str(json.loads(line).get("code", ""))
+    _, _, facts = line.decode("utf-8", "replace").partition(f"{SEPARATOR}code: ")
+    return facts.partition(SEPARATOR)[0]
 
 
 def _event_of(record: logging.LogRecord) -> Mapping[str, object]:

@@ -1,7 +1,6 @@
 """One node of a task on this machine: its process, its log file and its last lines."""
 
 import asyncio
-import re
 from collections import deque
 from contextlib import suppress
 from functools import partial
@@ -12,11 +11,9 @@ import psutil
 from common.process import launcher
 from common.process.child import Child, ChildOutput
 from common.process.exits import SIGNALLED
+from common.process.logs import SERVED, code_of
 from jobgroup.local.output import Screen
 from jobgroup.spec import Env
-
-# A served request in the log of a service, as text or JSON, and in that of uvicorn.
-_SERVED = re.compile(rb'\b[A-Z]{3,7} /\S*(: [1-3]\d\d in \d+ ms| HTTP/[\d.]+" [1-3]\d\d)')
 
 
 class Node:
@@ -81,7 +78,7 @@ class Node:
         return status
 
     def _show(self, lines: list[bytes]) -> None:
-        self.last_lines.extend(line for line in lines if not _SERVED.search(line))
+        self.last_lines.extend(line for line in lines if code_of(line) != SERVED)
         for line in lines:
             self._screen.line(self.name, line)
 

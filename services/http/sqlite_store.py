@@ -6,6 +6,7 @@ fields (`sealed`), which is compared when the row is read (`unsealed`). The stru
 checked when it is opened. Every transaction that changes something is counted (`StoreMark`).
 """
 
+import errno
 import json
 import os
 import secrets
@@ -332,11 +333,11 @@ def _is_damage(error: Exception) -> bool:
 
 def _remedy(error: Exception) -> str:
     """Returns the remedy for an error of SQLite or of the disk that is no damage."""
-    why = str(error)
-    if "locked" in why:
+    name = getattr(error, "sqlite_errorname", "")
+    if name.startswith(("SQLITE_BUSY", "SQLITE_LOCKED")):
         return "end the other process that uses it"
-    if "full" in why or "No space" in why:
+    if name == "SQLITE_FULL" or getattr(error, "errno", None) == errno.ENOSPC:
         return "free disk space"
-    if isinstance(error, OSError) or "readonly" in why or "unable to open" in why:
+    if isinstance(error, OSError) or name.startswith(("SQLITE_READONLY", "SQLITE_CANTOPEN")):
         return "let this user write to the file and its directory, or set another state_dir"
     return "check the disk and the log of this service"

@@ -110,9 +110,9 @@ class RequestTracing:
             error: ServiceError | None = scope.get("error")
             why = f": {' '.join(str(error).split())}" if error else ""
             path = shorten(quote(scope["path"]))  # a line break in it would start a new log line
-            log.log(
-                level, "%s %s: %d in %.0f ms%s", scope["method"], path, status, 1000 * seconds, why
-            )
+            code = logs.SERVED if status < 400 else "not_served"
+            facts = logs.event(code, status=status, ms=round(1000 * seconds))
+            log.log(level, "%s %s%s", scope["method"], path, why, extra=facts)
 
     def _level_of(self, method: str, route: str, status: int) -> int:
         if status < 400:

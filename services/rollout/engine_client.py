@@ -150,6 +150,7 @@ def _sglang_options(config: Config, model_path: str) -> dict[str, object]:
         "ssl-certfile": files.certificate or None,
         "ssl-keyfile": files.key or None,
         "enable-metrics": True,
+        "log-level-http": "warning",  # or it logs every request of a run
         "enable-memory-saver": rollout.colocate,
         "trust-remote-code": config.model.trust_remote_code,
         "enable-return-routed-experts": config.trainer.routing_replay,

@@ -120,8 +120,11 @@ def test_both_engines_generate_and_both_trainer_ranks_take_part(run: Run) -> Non
     logs = run.directory.parent / "logs"
     for node in ("rollout-server-0", "rollout-server-1"):
         lines = [json.loads(line) for line in (logs / f"{node}.log").read_text().splitlines()]
-        served = [line for line in lines if line["message"].startswith("POST /generate: 200")]
-        assert any(line["service"] == "rollout-engine" for line in served), node
+        assert any(
+            (line["service"], line["message"], line.get("code"))
+            == ("rollout-engine", "POST /generate", "served")
+            for line in lines
+        ), node
         assert node in run.output
     assert "starts: rank 1 of 2" in (logs / "ppo-trainer-1.log").read_text()
 

@@ -178,13 +178,14 @@ def test_what_a_killed_service_said_is_shown_without_the_requests_that_it_served
 ) -> None:
     """One line in each form of the access log; a refused request may be why something failed."""
     served = [
-        "2026-11-29 10:00:00,000 INFO services.http.tracing [ab12]: POST /grade: 200 in 3 ms",
-        '{"time": "x", "level": "INFO", "message": "GET /stream/next: 204 in 12 ms"}',
-        'INFO:     127.0.0.1:4711 - "POST /generate HTTP/1.1" 200 OK',
+        "2026-11-29 10:00:00,000 INFO services.http.tracing [ab12]: POST /grade · code: served "
+        "· status: 200 · ms: 3",
+        '{"time": "x", "message": "GET /stream/next", "code": "served", "fields": {"ms": "12"}}',
     ]
     told = [
         "2026-11-29 10:00:00,000 WARNING services.reward.app: a worker of the grader has died",
-        "2026-11-29 10:00:00,000 INFO services.http.tracing: POST /grade: 422 in 1 ms: no prompt",
+        "2026-11-29 10:00:00,000 INFO services.http.tracing: POST /grade: no prompt · "
+        "code: not_served · status: 422 · ms: 1",
     ]
     (local.folder / "said").write_text("".join(f"{line}\n" for line in [*told, *served * 20]))
     # The other node ends the group, which shows what the restarted one had said.

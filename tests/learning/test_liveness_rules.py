@@ -319,7 +319,7 @@ def test_the_end_is_logged_with_its_cause_and_reported_by_one(
     lost, place, *more = caplog.records
     name = "rank 2 on ppo-trainer-2 (10.0.0.2)"
     own = f"rank {number} on ppo-trainer-{number} (10.0.0.{number})"
-    assert lost.event == {"code": "rank_lost", "rank": name, "how": how, "cause": "a_code"}  # type: ignore[attr-defined]
+    assert lost.event == {"code": "rank_lost", "number": 2, "how": how, "cause": "a_code"}  # type: ignore[attr-defined]
     assert lost.getMessage().startswith(name)
     assert f"{own} ends too" in lost.getMessage()
     assert ("ValueError: no" in lost.getMessage()) == (how == "failed")
@@ -350,7 +350,7 @@ def test_the_end_of_all_who_are_stuck_says_where_they_stand(
     with caplog.at_level(logging.ERROR):
         asyncio.run(rank._end_stuck())
     lost, place = caplog.records
-    assert lost.event == {"code": "rank_lost", "rank": "", "how": "stuck"}  # type: ignore[attr-defined]
+    assert lost.event == {"code": "rank_lost", "how": "stuck"}  # type: ignore[attr-defined]
     assert "90 s (limits.stuck_after_s). rank 0: a step." in lost.getMessage()
     assert place.getMessage().endswith("was here:\nin its own function")
     assert len(reports) == (number == 0)

@@ -248,7 +248,7 @@ def test_a_rank_that_ends_by_itself_is_named_with_the_reason_by_all_others(
                 run.leave(rank, RuntimeError("connection closed by peer"))
         run.ended(*others)
         assert events == {
-            f"rank {rank}": {"code": "rank_lost", "rank": name(left), "how": how, "cause": cause}
+            f"rank {rank}": {"code": "rank_lost", "number": left, "how": how, "cause": cause}
             for rank in others
         }
         # If rank 0 ends first, the next one cannot know that it has reported.
@@ -267,7 +267,7 @@ def test_a_lost_rank_is_named_and_one_of_the_others_reports_it(
             wait(lambda rank=rank: f"rank {rank}" in run.statuses)
         for rank in others:
             about = events[f"rank {rank}"]
-            assert (about["rank"], about["how"]) == (name(lost), "died")
+            assert (about["number"], about["how"]) == (lost, "died")
         assert [rank for rank in run.reports if rank != lost] == [1 if lost == 0 else 0]
 
 
@@ -443,7 +443,7 @@ def test_a_rank_that_says_nothing_for_long_is_lost(
         run.ranks[0]._known[2].heard -= 1000.0
         run.ended(0, 1, 2)
         assert events["rank 0"] == events["rank 1"]
-        assert (events["rank 0"]["rank"], events["rank 0"]["how"]) == (name(2), "silent")
+        assert (events["rank 0"]["number"], events["rank 0"]["how"]) == (2, "silent")
 
 
 def test_a_long_line_arrives_whole_on_both_ends(run: Run, events: dict[str, Any]) -> None:

@@ -102,7 +102,7 @@ def _lost_ranks(facts: Facts, lines: list[LogLine]) -> Iterator[Finding]:
         return
     for line in _with_code(lines, "rank_lost"):
         how = line.fields.get("how")
-        is_rank_zero = line.fields.get("rank", "").startswith("rank 0 ")
+        is_rank_zero = line.fields.get("number") == "0"
         if how == "stopped" or (how == "failed" and is_rank_zero and facts.end):
             continue  # the end of rank 0 is told by its own last word
         fault = catalogue.RANK_DIES if how == "died" else catalogue.RANK_STUCK

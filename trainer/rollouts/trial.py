@@ -40,11 +40,11 @@ async def try_rewards(reward: RewardClient, prompt: Prompt) -> None:
     )
     if not all(failed):
         return
-    reason = graded.rewards[0].reason
-    if "no answer within" in reason:
-        warn_of_slow(reason)
+    first = graded.rewards[0]
+    if first.status == "timeout":
+        warn_of_slow(first.reason)
     else:
-        raise failed_trial(reason)
+        raise failed_trial(first.reason)
 
 
 def made_up(prompt: Prompt, with_tokens: bool) -> list[RewardItem]:
@@ -66,7 +66,9 @@ def failed_trial(reason: str) -> ConfigError:
 
 def warn_of_slow(reason: str) -> None:
     """Logs a warning of a function that took too long, which the `reason` names."""
-    remedy = "make the function faster, or raise reward.function_timeout_s"
-    if reason.startswith("reward_model: "):
-        remedy = "give the reward-server a GPU or a smaller model, or lower max_tokens"
-    log.warning("warning: a reward function is slow: %s; if it stays so, %s", reason, remedy)
+    log.warning(
+        "warning: a reward function is slow: %s; if it stays so, make the function faster (for "
+        "reward_model, give the reward-server a GPU or a smaller model, or lower max_tokens), or "
+        "raise reward.function_timeout_s",
+        reason,
+    )

@@ -231,8 +231,12 @@ class Sampling:
                 async with self._adapters.use(name, self._state.files(checkpoint), again=again):
                     return await self._generate(body, name, seed), weights
             except ServiceError as error:
-                is_missing = isinstance(error, Unreachable) or (
-                    error.status == 400 and "loaded" in str(error)
+                # SGLang's errors have no code of ours, only words: "is not loaded".
+                is_foreign = error.code == ServiceError.code
+                is_missing = (
+                    isinstance(error, Unreachable)
+                    or error.code == "bad_adapter"
+                    or (is_foreign and error.status == 400 and "loaded" in error.message)
                 )
                 if not is_missing or time.monotonic() > deadline:
                     raise

@@ -130,11 +130,11 @@ async def test_an_answer_of_a_service_that_has_failed_is_a_warning_and_a_refusal
     for path in ("/things/crash", "/nowhere"):
         await http.get(path)
     levels = {
-        record.getMessage().partition(" in ")[0]: record.levelname
+        vars(record)["event"]["status"]: record.levelname
         for record in caplog.records
         if record.name == "services.http.tracing"
     }
-    assert levels == {"GET /things/crash: 500": "WARNING", "GET /nowhere: 404": "INFO"}
+    assert levels == {500: "WARNING", 404: "INFO"}
 
 
 @pytest.mark.parametrize(
@@ -459,7 +459,7 @@ async def test_a_client_in_this_process_that_leaves_is_no_failure_of_the_service
         with pytest.raises(asyncio.CancelledError):
             await asking
     [record] = [each for each in caplog.records if each.name == "services.http.tracing"]
-    assert (record.levelname, "GET /slow: 499" in record.getMessage()) == ("INFO", True)
+    assert (record.levelname, vars(record)["event"]["status"]) == ("INFO", 499)
 
 
 async def test_client_that_leaves_in_the_middle_of_its_body_causes_no_crash(
@@ -494,8 +494,8 @@ async def test_client_that_leaves_in_the_middle_of_its_body_causes_no_crash(
     scope["headers"] = [(b"content-type", b"application/json")]
     await app(scope, receive, send)
     assert sent[0]["status"] == 499
-    assert [record.levelname for record in caplog.records] == ["INFO"]
-    assert "POST /raw: 499" in caplog.text
+    [record] = caplog.records
+    assert (record.levelname, vars(record)["event"]["status"]) == ("INFO", 499)
 
 
 async def test_an_app_that_does_not_start_is_not_served_in_this_process() -> None:

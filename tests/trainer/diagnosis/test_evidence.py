@@ -162,17 +162,18 @@ def test_an_alarm_lasts_since_the_first_of_the_steps_in_a_row() -> None:
 
 @pytest.mark.parametrize("restarts", [True, False, None])
 @pytest.mark.parametrize("how", ["died", "silent", "stuck", "failed", "stopped"])
-@pytest.mark.parametrize("rank", ["rank 0 on a", "rank 1 on a"])
+@pytest.mark.parametrize("number", ["0", "1"])
 def test_the_rank_that_was_lost_is_named_unless_rank_zero_tells_it_itself(
-    rank: str, how: str, restarts: bool | None
+    number: str, how: str, restarts: bool | None
 ) -> None:
-    lost = line("rank_lost", "It is lost. All end", rank=rank, how=how, cause="out_of_memory")
+    lost = line("rank_lost", "It is lost. All end", number=number, how=how)
+    lost.fields["cause"] = "out_of_memory"
     place = line("rank_place", 'File "a.py", line 1, in f\nFile "b.py", line 2, in g', rank="r1")
     killed = [line("rank_killed", f"killed {number}") for number in range(2)]
     end = line("", "error: rank 0 ends", NOW + 1)
     known = facts(state="ended", restarts=restarts, end=end, lines=[*killed, lost, place])
     found = list(from_messages(known))
-    tells_itself = how == "stopped" or (how == "failed" and rank.startswith("rank 0"))
+    tells_itself = how == "stopped" or (how == "failed" and number == "0")
     if tells_itself:
         assert found[0].name == catalogue.ENDED
         return
@@ -186,7 +187,7 @@ def test_the_rank_that_was_lost_is_named_unless_rank_zero_tells_it_itself(
 
 
 def test_a_rank_that_failed_with_an_unknown_error_has_its_own_remedy() -> None:
-    lost = line("rank_lost", rank="rank 1", how="failed", remedy="Do this. And that. Then more")
+    lost = line("rank_lost", number="1", how="failed", remedy="Do this. And that. Then more")
     known = facts(state="ended", lines=[lost])
     [finding] = from_messages(known)
     assert (finding.name, finding.remedy) == (catalogue.ENDED, "Do this")

@@ -331,7 +331,7 @@ def test_rank_zero_says_itself_why_it_failed() -> None:
     )
     line = LogLine(source="ppo-trainer-rank1", time=facts.exited, level="ERROR", text=repeated)
     line.code = "rank_lost"
-    line.fields = {"rank": "rank 0 on ppo-trainer-0 (127.0.0.1)", "how": "failed"}
+    line.fields = {"number": "0", "how": "failed"}
     facts.lines = [line]
     found = find(facts)
     assert found[0].name == catalogue.WRONG_SETTING
