@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
@@ -18,6 +17,7 @@ from common.errors import InvalidInput
 from common.settings.config import Config, from_mapping
 from learning.ranks import Ranks
 from tests.support.batches.groups import VOCABULARY
+from tests.support.errors import raises
 from trainer.tinker.interface import AdamParams, Datum, LoraSpec, Outputs
 from trainer.tinker.learner import RunLearner
 
@@ -159,7 +159,7 @@ def story(runs: RunLearner, folder: Path) -> list[float]:
             for output in outputs:
                 numbers += output.metrics.values()
                 numbers += [number for each in output.logprobs for number in each]
-            with pytest.raises(InvalidInput, match="not finite"):
+            with raises(InvalidInput, value="not finite"):
                 runs.forward_backward(run, [hopeless], "importance_sampling", {})
             if turn == 1 and run == "b":
                 runs.save(run, folder / "left")

@@ -312,10 +312,10 @@ def test_a_damaged_or_missing_record_is_an_error_that_names_the_file(copy: Path)
     path = copy / f"groups/step_{STEP:06d}.zip"
     whole = path.read_bytes()
     path.write_bytes(flip(whole, 100))
-    with pytest.raises(ConfigError, match="groups of step 4 cannot be read"):
+    with raises(ConfigError, field="trainer.run_dir", value=str(path)):
         outcomes(copy)
     path.unlink()
-    with pytest.raises(ConfigError, match=r"keep_groups_mb.*step_000004\.zip"):
+    with raises(ConfigError, field="trainer.keep_groups_mb", value=str(path)):
         outcomes(copy)
     path.write_bytes(whole)
 
@@ -325,7 +325,7 @@ def test_a_damaged_or_missing_record_is_an_error_that_names_the_file(copy: Path)
     with raises(ConfigError, field="--step", value="9"):
         outcomes(copy, 9)
     change_line(copy, STEP, lambda line: line.update(weights=3))
-    with pytest.raises(ConfigError, match=r"damaged.*weights"):
+    with raises(ConfigError, field="trainer.run_dir", value=str(copy / "audit.jsonl")):
         outcomes(copy)
     (copy / "audit.jsonl").unlink()
     with raises(ConfigError, field="trainer.audit"):
