@@ -90,7 +90,16 @@ def create_data_app(config: Config, train: list[Prompt], evaluation: list[Prompt
     Raises ConfigError when an id is in both splits, or the cursor in `config.state_dir` cannot be
     used.
     """
-    by_id = _by_id(train, evaluation, config.data.source)
+    by_id = {prompt.id: prompt for prompt in train}
+    for prompt in evaluation:
+        if prompt.id in by_id:
+            raise ConfigError(
+                f"the id {prompt.id!r} is in both the training and the evaluation split",
+                field="data.source",
+                value=config.data.source,
+                remedy="make the ids unique, or remove the column id",
+            )
+        by_id[prompt.id] = prompt
     if not config.environment.name:  # episodes of one task differ by themselves
         _warn_of_repeats(train)
     stream = PromptStream(
@@ -218,18 +227,3 @@ def _add_routes(
 
 def _page(prompts: list[Prompt], limit: int, offset: int) -> ListedPrompts:
     return ListedPrompts(prompts=prompts[offset : offset + limit], total_available=len(prompts))
-
-
-def _by_id(train: list[Prompt], evaluation: list[Prompt], source: str) -> dict[str, Prompt]:
-    """Returns the prompts of both splits by id. Raises ConfigError when an id is in both."""
-    by_id = {prompt.id: prompt for prompt in train}
-    for prompt in evaluation:
-        if prompt.id in by_id:
-            raise ConfigError(
-                f"the id {prompt.id!r} is in both the training and the evaluation split",
-                field="data.source",
-                value=source,
-                remedy="make the ids unique, or remove the column id",
-            )
-        by_id[prompt.id] = prompt
-    return by_id

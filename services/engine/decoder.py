@@ -296,7 +296,9 @@ class Decoder:
                 with self._recording(routed) as routers:
                     parts.append(self._forward(self._padded(chosen), None, None))
                     if routers is not None:
-                        experts += _by_prompt(routers, lengths)
+                        by_token = routers.recorded().T.cpu().numpy().astype(np.int16)
+                        padded = by_token.reshape(len(lengths), -1, routers.width)
+                        experts += [row[:size] for row, size in zip(padded, lengths, strict=True)]
             finally:
                 self._last = None
             order += together
@@ -478,13 +480,6 @@ def _refusing(kind: str) -> Iterator[None]:
             remedy=advice,
             code=UnfitModel.code,
         ) from error
-
-
-def _by_prompt(routers: Routers, lengths: Sequence[int]) -> list[Experts]:
-    """Returns the recorded experts of a padded prefill of prompts of these lengths."""
-    by_token = routers.recorded().T.cpu().numpy().astype(np.int16)
-    rows = by_token.reshape(len(lengths), -1, routers.width)
-    return [row[:length] for row, length in zip(rows, lengths, strict=True)]
 
 
 def _read(found: Tensor) -> NDArray[np.float64]:

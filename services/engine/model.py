@@ -91,14 +91,10 @@ class Model(Decoder):
             loaded.eval().requires_grad_(False), min(longest, max_context_tokens), deterministic
         )
         self.vocab_size = int(loaded.get_input_embeddings().weight.shape[0])
-        self.eos_ids = _eos_ids(self.tokenizer, self.config, loaded.generation_config)
+        eos_ids: set[int] = set()
+        for holder in (self.tokenizer, self.config, loaded.generation_config):
+            listed = getattr(holder, "eos_token_id", None)
+            eos_ids.update([listed] if isinstance(listed, int) else listed or [])
+        self.eos_ids = sorted(eos_ids)
         if fp32_head:
             make_float32_logits(loaded)
-
-
-def _eos_ids(*holders: object) -> list[int]:
-    found: set[int] = set()
-    for holder in holders:
-        value = getattr(holder, "eos_token_id", None)
-        found.update([value] if isinstance(value, int) else value or [])
-    return sorted(found)

@@ -190,23 +190,20 @@ def leaves_tools_out(body: Json) -> bool:
 
 def read_options(body: Json) -> CallOptions:
     """Returns what a checked call asks of its answer. Raises InvalidInput."""
-    given = [_length(name, body[name]) for name in _LENGTHS if body.get(name) is not None]
+    lengths = {name: body[name] for name in _LENGTHS if body.get(name) is not None}
+    for name, length in lengths.items():
+        if not isinstance(length, int) or isinstance(length, bool) or length < 1:
+            raise InvalidInput(
+                "an answer has at least one token",
+                field=name,
+                value=length,
+                remedy="send a whole number from 1, or leave it out",
+            )
     stops: list[str] = []
     for name, limit in _STOPS.items():
         if body.get(name) is not None:
             stops += _stop_texts(name, body[name], limit)
-    return CallOptions(stop=tuple(stops), max_tokens=min(given, default=None))
-
-
-def _length(name: str, value: Any) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise InvalidInput(
-            "an answer has at least one token",
-            field=name,
-            value=value,
-            remedy="send a whole number from 1, or leave it out",
-        )
-    return value
+    return CallOptions(stop=tuple(stops), max_tokens=min(lengths.values(), default=None))
 
 
 def _stop_texts(name: str, value: Any, limit: int) -> list[str]:

@@ -139,8 +139,12 @@ class EpisodeRun:
                 for tool_call in tool_calls:
                     self._chat.append(await self._tool_result(tool_call))
             else:
-                new_messages = await self._step() if self.environment.has_steps else []
-                if not new_messages:
+                new_messages: list[Message] = []
+                if self.environment.has_steps:
+                    chat = [message.fields for message in self._chat]
+                    returned = await self._call("step", partial(self._instance.step, chat))
+                    new_messages = self._parsed(returned, "step")
+                if not new_messages:  # the environment ends the episode
                     return
                 self._chat += new_messages
 
@@ -175,14 +179,6 @@ class EpisodeRun:
             chat[places[-1]] = Message(chat[places[-1]].fields | {"content": content})
             return chat
         return [*chat, *self._parsed(returned, "reset")]
-
-    async def _step(self) -> list[Message]:
-        """Returns the messages that follow an answer; none when the environment ends the
-        episode.
-        """
-        chat = [message.fields for message in self._chat]
-        returned = await self._call("step", partial(self._instance.step, chat))
-        return self._parsed(returned, "step")
 
     def _parsed(self, returned: Any, method: str) -> list[Message]:
         """Returns the messages that a method returned, which may be a text or None. Raises

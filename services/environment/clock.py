@@ -39,15 +39,8 @@ class EpisodeClock:
 
     def __enter__(self) -> None:
         self._stops += 1
-        if self._stops == 1:
-            self._stop()
-
-    def __exit__(self, *_: object) -> None:
-        self._stops -= 1
-        if not self._stops:
-            self._go_on()
-
-    def _stop(self) -> None:
+        if self._stops > 1:
+            return
         now = asyncio.get_running_loop().time()
         for limit in self._left:
             until = limit.when()
@@ -55,7 +48,10 @@ class EpisodeClock:
                 self._left[limit] = until - now
                 limit.reschedule(None)
 
-    def _go_on(self) -> None:
+    def __exit__(self, *_: object) -> None:
+        self._stops -= 1
+        if self._stops:
+            return
         now = asyncio.get_running_loop().time()
         for limit, left in self._left.items():
             if left is not None and not limit.expired():

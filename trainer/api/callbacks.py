@@ -141,14 +141,6 @@ class Callbacks(Listener):
             self._rows = []
         return metrics, rows
 
-    def _restore(self) -> None:
-        """Puts back what was logged before the evaluation."""
-        metrics, rows = self._before_evaluation
-        with self._lock:
-            for name, values in metrics.items():
-                self._metrics[name][:0] = values
-            self._rows[:0] = rows
-
     def _write_logged(self, step: int, about: Json) -> Numbers:
         """Writes the logged rows, with `about`; returns the means of the logged numbers."""
         metrics, rows = self._take_logged()
@@ -181,7 +173,13 @@ class Callbacks(Listener):
             self._tell(partial(self._saved, about["checkpoint"]))
         elif event == "log":
             groups = [item.group for item in about["batch"].groups]
-            self._logged_step(about["logs"], groups)
+            logs = _with_names_of_trl(about["logs"], groups)
+            self._losses.append(logs["loss"])
+            self._log(logs, logs)
+            held = self._held or []
+            self._held = None
+            for call in held:
+                call()
         else:
             if event == "step_begin":
                 self._held = []
@@ -198,15 +196,6 @@ class Callbacks(Listener):
             call()
         else:
             self._held.append(call)
-
-    def _logged_step(self, record: Json, groups: Sequence[Group]) -> None:
-        logs = _with_names_of_trl(record, groups)
-        self._losses.append(logs["loss"])
-        self._log(logs, logs)
-        held = self._held or []
-        self._held = None
-        for call in held:
-            call()
 
     def _saved(self, checkpoint: Path) -> None:
         # The checkpoint of a step is written after its evaluation.
@@ -268,7 +257,14 @@ class Callbacks(Listener):
     def _evaluated(self, summary: Json) -> None:
         step = self.state.global_step
         logged = self._write_logged(step, {"evaluation": True})
-        self._restore()
+
+        # What was logged before the evaluation belongs to the step.
+        before, rows = self._before_evaluation
+        with self._lock:
+            for name, values in before.items():
+                self._metrics[name][:0] = values
+            self._rows[:0] = rows
+
         numbers = _named_evaluation(summary)
         numbers |= {f"eval_{name}": value for name, value in logged.items()}
         name = self._best_name(numbers)

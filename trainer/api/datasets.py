@@ -198,27 +198,22 @@ def as_rewards(reward_fn: Any, log: FunctionLog | None = None) -> list[RewardFun
     return made
 
 
-def _check_reward_model(name: str) -> None:
-    """Raises ConfigError for a name that is neither that of a reward model nor a directory. The
-    name of a function is not looked for on the hub.
-    """
-    if "/" not in name and not Path(name).is_dir():
-        raise ConfigError(
-            "a name stands for a reward model, and this is no org/name and no directory",
-            field="reward_fn",
-            value=name,
-            remedy="give a function itself, not its name, such as accuracy_reward of "
-            "rlhf_math.rewards",
-        )
-    check_model(name, "reward_fn", needs_weights=True)
-
-
 def _reward(function: Any, log: FunctionLog | None) -> RewardFunction:
     if isinstance(function, RewardFunction):
         return function
     if isinstance(function, str | Path):
-        _check_reward_model(str(function))
-        return RewardModelFunction(str(function))
+        name = str(function)
+        # The name of a function is not looked for on the hub.
+        if "/" not in name and not Path(name).is_dir():
+            raise ConfigError(
+                "a name stands for a reward model, and this is no org/name and no directory",
+                field="reward_fn",
+                value=name,
+                remedy="give a function itself, not its name, such as accuracy_reward of "
+                "rlhf_math.rewards",
+            )
+        check_model(name, "reward_fn", needs_weights=True)
+        return RewardModelFunction(name)
     is_class = isinstance(function, type)
     is_model = hasattr(function, "state_dict")
     if callable(function) and not is_class and not is_model:

@@ -492,29 +492,21 @@ class OnlineRLTrainer:
         for pattern in MODEL_FILES:
             for old in target.glob(pattern):
                 old.unlink()
-        settings = self._settings_of_run()
+        own_settings = self.output_dir / "config.json"
+        found = read_settings(self.output_dir)
+        assert self._settings is not None
+        settings = self._settings | found
+        if settings != found:  # a script has overwritten them with the model's configuration
+            own_settings.write_text(json.dumps(settings, indent=2), encoding="utf-8")
         with self._whole_model() as source:
             shutil.copytree(
                 source, target, ignore=shutil.ignore_patterns(*_NOT_THE_MODEL), dirs_exist_ok=True
             )
         if target.samefile(self.output_dir):
             model = read_settings(target)
-            text = json.dumps(settings | model, indent=2)
-            (target / "config.json").write_text(text, encoding="utf-8")
+            own_settings.write_text(json.dumps(settings | model, indent=2), encoding="utf-8")
         write_card(target, self.output_dir, problems=len(self._problems.train))
         return target
-
-    def _settings_of_run(self) -> Json:
-        """Returns the content of the run's `config.json`; adds what a script has overwritten with
-        the configuration of the model.
-        """
-        path = self.output_dir / "config.json"
-        found = read_settings(self.output_dir)
-        assert self._settings is not None
-        whole = self._settings | found
-        if whole != found:
-            path.write_text(json.dumps(whole, indent=2), encoding="utf-8")
-        return whole
 
     def push_to_hub(
         self,

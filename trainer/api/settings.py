@@ -558,8 +558,15 @@ class TrainerConfig(ArgumentsOfOneProcess, BaseModel):
         for error in wrong:
             refusals.add(error)
         if not wrong:
+            # `Config` checks the rest now, not when training starts. Settings of an environment
+            # need a name, which the trainer may provide later: `python` stands for it here.
+            checked = self
+            uses_environment = any(name.startswith("environment.") for name in self.settings)
+            if uses_environment and not self.settings.get("environment.name"):
+                settings = self.settings | {"environment.name": "python"}
+                checked = self.model_copy(update={"settings": settings})
             with refusals.collected():
-                self._check_settings()
+                checked.to_config(self.problems_per_step, 0, Path("outputs"))
 
     def _contradictions(self) -> Iterator[tuple[str, str, str]]:
         """Yields field, message and remedy for every contradiction between fields."""
@@ -635,16 +642,6 @@ class TrainerConfig(ArgumentsOfOneProcess, BaseModel):
             else:
                 continue
             yield ConfigError(message, field=f'settings["{name}"]', value=value, remedy=remedy)
-
-    def _check_settings(self) -> None:
-        # `Config` checks the rest now, not when training starts. Settings of an environment need a
-        # name, which the trainer may provide later: `python` stands for it here.
-        checked = self
-        uses_environment = any(name.startswith("environment.") for name in self.settings)
-        if uses_environment and not self.settings.get("environment.name"):
-            settings = self.settings | {"environment.name": "python"}
-            checked = self.model_copy(update={"settings": settings})
-        checked.to_config(self.problems_per_step, 0, Path("outputs"))
 
 
 ROWS: dict[str, SettingRow] = {

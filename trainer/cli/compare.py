@@ -147,7 +147,11 @@ def compare(runs: Sequence[RunReader], console: Console, step: int | None = None
     if different:
         console.print(_settings_table(different, len(runs)))
     if len(runs) > 1:
-        console.print(_paired(evaluations))
+        columns = ["run", "problems", "difference", "95 % interval", "p", "gained", "lost"]
+        table = plain_table("held-out answers beside those of run 1", columns)
+        for number, evaluation in enumerate(evaluations[1:], start=2):
+            table.add_row(str(number), *_difference(evaluation, evaluations[0]))
+        console.print(table)
 
 
 def evaluated(run_dir: Path, step: int | None) -> RecordedEvaluation | None:
@@ -236,14 +240,6 @@ def _settings_table(different: Mapping[str, Sequence[str]], num_runs: int) -> Ta
     table = plain_table(title, ["run", *different])
     for number, *values in zip(numbers, *different.values(), strict=True):
         table.add_row(number, *values)
-    return table
-
-
-def _paired(evaluations: Sequence[RecordedEvaluation | None]) -> Table:
-    columns = ["run", "problems", "difference", "95 % interval", "p", "gained", "lost"]
-    table = plain_table("held-out answers beside those of run 1", columns)
-    for number, evaluation in enumerate(evaluations[1:], start=2):
-        table.add_row(str(number), *_difference(evaluation, evaluations[0]))
     return table
 
 

@@ -198,7 +198,13 @@ class Checkpoints:
         checkpoints = _all(self.directory)
         best = _best(checkpoints)
         if best == target:
-            _name_best(target)
+            link = self.directory / f"{_BEST}.new"
+            try:
+                link.unlink(missing_ok=True)
+                link.symlink_to(target.name)
+                link.rename(self.directory / _BEST)
+            except OSError as error:  # a bucket has no links
+                log.info("%s is the best so far; no link `%s` is made: %s", target, _BEST, error)
         for old in checkpoints[: -self._keep]:
             if old != best:
                 shutil.rmtree(old)
@@ -305,17 +311,6 @@ def changed_file(path: Path, selects: Callable[[str], bool] = lambda _: True) ->
         return _STATE
     selected = {name: sums for name, sums in files.items() if selects(name)}
     return damaged(path, selected) or ""
-
-
-def _name_best(checkpoint: Path) -> None:
-    """Points the link `best` to the checkpoint, unless it is in a bucket, which has no links."""
-    link = checkpoint.with_name(f"{_BEST}.new")
-    try:
-        link.unlink(missing_ok=True)
-        link.symlink_to(checkpoint.name)
-        link.rename(checkpoint.with_name(_BEST))
-    except OSError as error:
-        log.info("%s is the best so far; no link `%s` can be made: %s", checkpoint, _BEST, error)
 
 
 def set_aside(directory: Path) -> None:

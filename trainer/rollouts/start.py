@@ -6,7 +6,6 @@ The functions run in the event loop of the clients.
 import logging
 
 from common.errors import ConfigError
-from common.settings.sections import TrainerSection
 from trainer.rollouts.services import RolloutContext
 from trainer.rollouts.trial import try_rewards
 
@@ -33,7 +32,15 @@ async def begin(
     services = context.services
     reuses = config.replay.reuse_ratio > 0
     data = await services.data.stats()
-    total = _total_steps(config.trainer, data["total_available"], fresh_per_step)
+    prompts = data["total_available"] * config.trainer.num_epochs
+    total = config.trainer.max_steps or prompts // fresh_per_step
+    if total == 0:
+        raise ConfigError(
+            f"{prompts} prompts over all epochs are too few for one batch",
+            field="trainer.batch_size",
+            value=config.trainer.batch_size,
+            remedy="lower it, raise trainer.num_epochs, or set trainer.max_steps",
+        )
     trained = step * fresh_per_step
     stats = await services.replay.stats()
     if stats["added"] < trained:
@@ -72,16 +79,3 @@ async def begin(
     # before this one began there, and none that has begun since.
     await services.data.seek(position, f"{context.run_id}-start", data["run"])
     return total
-
-
-def _total_steps(settings: TrainerSection, problems: int, fresh_per_step: int) -> int:
-    prompts = problems * settings.num_epochs
-    steps = settings.max_steps or prompts // fresh_per_step
-    if steps == 0:
-        raise ConfigError(
-            f"{prompts} prompts over all epochs are too few for one batch",
-            field="trainer.batch_size",
-            value=settings.batch_size,
-            remedy="lower it, raise trainer.num_epochs, or set trainer.max_steps",
-        )
-    return steps

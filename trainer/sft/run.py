@@ -292,15 +292,12 @@ class SftRun:
             saved = self._save()
             self._checkpoints.wait()
         if self._leader:
-            self._leader.log.recorder.report(saved)
-            self._tell_next(self._leader.log.recorder, saved)
+            recorder = self._leader.log.recorder
+            recorder.report(saved)
+            model = saved
+            if self._config.lora.rank:
+                model = recorder.directory / "merged"
+                recorder.say(f"merge:      rlhf export {saved} {model}")
+            source = self._config.data.source
+            recorder.say(f"evaluate:   rlhf eval --model {model} --dataset {source}")
         return saved
-
-    def _tell_next(self, recorder: Recorder, saved: Path) -> None:
-        """Prints the commands that evaluate the model, after merging an adapter."""
-        config = self._config
-        model = saved
-        if config.lora.rank:
-            model = recorder.directory / "merged"
-            recorder.say(f"merge:      rlhf export {saved} {model}")
-        recorder.say(f"evaluate:   rlhf eval --model {model} --dataset {config.data.source}")

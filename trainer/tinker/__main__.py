@@ -3,7 +3,6 @@ engine; in a job group, the task tinker-server, with the engines of rollout-serv
 """
 
 import sys
-from collections.abc import Sequence
 
 from common import VERSION
 from common.models.hub import check_model
@@ -17,18 +16,13 @@ from trainer.tinker.clients import Clients
 from trainer.tinker.settings import TINKER_SETTINGS, WORDS
 
 
-def _settings(arguments: Sequence[str]) -> list[str]:
-    """Returns the command line with the whole names of its settings."""
-    found = []
-    for argument in arguments:
-        flag, equals, value = argument.partition("=")
-        found.append(WORDS.get(flag, flag) + equals + value)
-    return found
-
-
 def main() -> None:
     """Serves on rank 0 until SIGTERM. Raises ServiceError when it cannot."""
-    config = load(_settings(sys.argv[1:]), prog="rlhf tinker", subset=TINKER_SETTINGS)
+    arguments = []
+    for argument in sys.argv[1:]:
+        flag, equals, value = argument.partition("=")
+        arguments.append(WORDS.get(flag, flag) + equals + value)
+    config = load(arguments, prog="rlhf tinker", subset=TINKER_SETTINGS)
     clients = Clients()
     check_model(config.model.name, is_policy=True)
     assert config.trainer.run_dir is not None, "`load` sets it"

@@ -69,7 +69,18 @@ class Publisher:
         with logs.request(f"{self.run_id}-v{version}", self.run_id):
             begin = time.monotonic()
             if self.broadcaster is None:
-                manifest = self._write(weights, version)
+                directory = self.board.directory
+                manifest = write_version(
+                    weights,
+                    self.static_files,
+                    directory,
+                    run_id=self.run_id,
+                    version=version,
+                    previous=self.board.latest() if self.has_deltas else None,
+                )
+                if self.shared:
+                    manifest.directory = str((directory / version_name(version)).absolute())
+                self.board.announce(manifest)
                 size = sum(file.size for file in manifest.files)
             else:
                 manifest, size = self.broadcaster.publish(weights, version)
@@ -94,22 +105,6 @@ class Publisher:
                 size / max(seconds, 1e-6) / 1e6,
                 transport,
             )
-
-    def _write(self, weights: Weights, version: int) -> WeightManifest:
-        """Writes and announces a version as files; returns its manifest."""
-        directory = self.board.directory
-        manifest = write_version(
-            weights,
-            self.static_files,
-            directory,
-            run_id=self.run_id,
-            version=version,
-            previous=self.board.latest() if self.has_deltas else None,
-        )
-        if self.shared:
-            manifest.directory = str((directory / version_name(version)).absolute())
-        self.board.announce(manifest)
-        return manifest
 
     def _wait_confirmed(self, manifest: WeightManifest) -> None:
         """Waits until the nodes serve a version; stops the traffic to those that do not."""

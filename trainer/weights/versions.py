@@ -58,7 +58,10 @@ def write_version(
         with storing(f"weights {version}", target, "trainer.run_dir", remedy):
             partial.mkdir(parents=True)
             for file in static_files:
-                _link_or_copy(file, partial / file.name)
+                try:
+                    (partial / file.name).hardlink_to(file)
+                except OSError:  # another disk, or one without hard links
+                    shutil.copyfile(file, partial / file.name)
             kind: Literal["model", "adapter"] = "adapter" if is_adapter(partial) else "model"
             name = "adapter_model.safetensors" if kind == "adapter" else "model.safetensors"
             tensors = on_host(weights)
@@ -80,13 +83,6 @@ def write_version(
         shutil.rmtree(partial, ignore_errors=True)  # it would keep the disk full
         raise
     return WeightManifest(version=version, run_id=run_id, files=files, kind=kind)
-
-
-def _link_or_copy(file: Path, target: Path) -> None:
-    try:
-        target.hardlink_to(file)
-    except OSError:  # another disk, or one without hard links
-        shutil.copyfile(file, target)
 
 
 def _write_delta(

@@ -111,7 +111,10 @@ def main(argv: list[str] | None = None) -> None:
 
     if arguments.prepare:
         variables = {"RUN_DIR": str(output)} | {variable(name): changes[name] for name in changes}
-        words = [f"--env {name}={shlex.quote(_text(each))}" for name, each in variables.items()]
+        words = []
+        for name, value in variables.items():
+            text = value if isinstance(value, str) else json.dumps(value)
+            words.append(f"--env {name}={shlex.quote(text)}")
         print(f"{output} has the state of the run after step {step}")
         print(f"launch the job group as for the run, and add: {' '.join(words)}")
         print(f"then: rlhf compare {run_dir} {output}")
@@ -125,10 +128,6 @@ def main(argv: list[str] | None = None) -> None:
     own = evaluated(output, None)
     at = own.step if own and evaluated(run_dir, own.step) else None
     compare([RunReader(run_dir), RunReader(output)], Console(), at)
-
-
-def _text(value: object) -> str:
-    return value if isinstance(value, str) else json.dumps(value)
 
 
 if __name__ == "__main__":

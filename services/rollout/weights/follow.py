@@ -296,7 +296,14 @@ class WeightFollower:
             else:
                 self._state.updating = False  # the next engine starts with these weights
         except (httpx.HTTPError, WeightsGone) as error:
-            self._download_lost(wanted, error)
+            # The next poll shows whether the trainer ended or has a newer version.
+            self._lost_downloads += 1
+            if self._lost_downloads >= _LOST_BEFORE_STALE:
+                self._failed(wanted, stage, error)
+            else:
+                self._state.updating = False
+                said = f"{type(error).__name__} {error}"
+                log.warning("download of weights %d was cut short: %s", wanted.version, said)
         except (ServiceError, OSError) as error:
             self._failed(wanted, stage, error)
         finally:
@@ -408,21 +415,6 @@ class WeightFollower:
             self._loading = None
         self._seconds.labels(stage).observe(time.monotonic() - begin)
         return True
-
-    def _download_lost(self, wanted: WeightId, error: Exception) -> None:
-        """Records an interrupted download; the next poll shows whether the trainer ended or has a
-        newer version.
-        """
-        self._lost_downloads += 1
-        if self._lost_downloads >= _LOST_BEFORE_STALE:
-            self._failed(wanted, "download", error)
-        else:
-            self._state.updating = False
-            log.warning(
-                "download of weights %d was cut short: %s",
-                wanted.version,
-                f"{type(error).__name__} {error}",
-            )
 
     def _failed(self, wanted: WeightId, stage: str, error: Exception) -> None:
         reason = f"{stage} of weights {wanted.version} failed: {type(error).__name__} {error}"
