@@ -31,7 +31,10 @@ _STOP_TOKEN = re.compile(
         | (?:start|end)_of_turn>)""",
     re.VERBOSE,
 )
-_COMMENT = re.compile(r"<!--(?:.*?-->|.*)|<(del|strike)>(?:.*?</\1>|.*)", re.DOTALL)
+# The calculator of GSM8K writes <<48+24=72>>.
+_COMMENT = re.compile(
+    r"<!--(?:.*?-->|.*)|<(del|strike)>(?:.*?</\1>|.*)|<<[^<>\n]{0,200}>>", re.DOTALL
+)
 _CODE = re.compile(
     r"""```(?:.*?```|.*) | ~~[^~\n]+~~ | `[^`'\n]+` | \\verb\*?([^\w\s*])[^\n]{0,500}?\1
     | \\begin\{(verbatim|lstlisting|comment)\}(?:.*?\\end\{\2\}|.*)""",

@@ -29,13 +29,23 @@ remark: which, after, from, is the answer, is the final answer, is the correct a
     for this, for these, for those, for both, of the, of a, of an, of his, of her, of its, of their,
     of all, are left, is left, were left, remain, are needed, in total, in all, in simplest,
     in lowest, in reduced, in this, in the;
-continues: and, or, but, maybe, perhaps, possibly, probably, though, although, not, nor, either, if,
-    unless, plus, minus, times, otherwise, mod;
+continues: alternatively, and, or, but, maybe, perhaps, possibly, probably, though, although, not,
+    nor, either, if, unless, plus, minus, times, otherwise, mod;
 denied filler: be, equal, equals, to, is, really, exactly, definitely, just, the, actually, option,
     get, have, x, =, that, it;
 believes: true, think, believe, say, claim, the case, way;
 no label: if, suppose, assume, assuming, whether, when, unless, wrong, incorrect, false, check,
     verify, student, his, her, their, your;
+leads to a value: of, for, by, in, from, to, the, than, each, and, or, x, at, other, these, so, is,
+    was, on, over, per, during, until, before;
+acts: has, have, had, is, are, was, were, will, can, would, should, must, needs?, needed, earns?,
+    earned, makes?, made, pays?, paid, costs?, spends?, spent, sells?, sold, gets?, got, takes?,
+    took, eats?, ate, buys?, bought, saves?, saved, receives?, received, uses?, used, left, gives?,
+    gave, walks?, walked, runs?, ran, drives?, drove, reads?, collects?, collected, loses?, lost;
+others say: common mistake, common error, misconception, mistake is, mistake would be,
+    (?:(?:many|some|most) people|you|one) (?:would|might|may|could)
+    (?:say|think|answer|guess),
+    tempt(?:ing|ed) to (?:say|think|answer|guess|conclude);
 starts anew: is, are, was, were, must be, would be, will be, should be, to be, equals, rounds to,
     rounds up to, rounded to, gives, makes, leaves, leaving, making, giving, has, have, had, so,
     thus, hence, therefore, then;
@@ -55,26 +65,29 @@ limits after: is not, are not, was not, would not, isn['’]t, aren['’]t, is w
     is false, is impossible, cannot, or more, or less, or so, or fewer, or greater, or higher,
     or lower, or maybe, or perhaps, factorial, squared, cubed, at least, at most, maybe, negatives,
     opposites, inverses, reciprocals, halves, thirds, quarters, fourths, fifths, sixths, sevenths,
-    eighths, ninths, tenths, hundredths, thousandths, hundreds, thousands, dozens, pairs, tens,
-    twos, couples, factorials, millionths, at best, at the most, at the least, tops;
+    eighths, ninths, tenths, hundredths, thousandths, hundreds, thousands, dozens, pairs(?! of),
+    tens, twos, couples, factorials, millionths, at best, at the most, at the least, tops;
 denies: not, n['’]t, cannot, never, hardly, barely, no longer, impossible to, no way to, none of,
     none, fail to, fails to, failed to, unable to, might, could, may have, not the case;
 interjection: wait, but wait, no(?=[^\w\s-]|\s[-–—$0-9]), no wait, oops, hmm, sorry, actually,
     hold on, ah, oh, or rather, i mean, i meant, nein, ach, halt, warte, moment(?=[^\w\s]| mal),
     eigentlich, in fact, strictly speaking, entschuldigung, entschuldige, on second thoughts?,
+    on reflection, upon reflection, on closer inspection,
     (?:my )?apologies, ich korrigiere, je corrige, corrijo, attention(?= ?:), vielmehr,
     besser gesagt, non(?=[^\w\s-]), attends, attendez, pardon, désolée?, en fait, ou plutôt, perdón,
     espera, en realidad, mejor dicho, não(?=[^\w\s]), desculpe, na verdade, ou melhor, anzi,
     aspetta, scusa, scusate, in realtà, ой, нет(?=[^\w\s]), стоп, подождите, извините, вернее,
     точнее, 不, 不对, 等等, 等一下, 抱歉, いや, いえ, いいえ, すみません, 待って, 아니, 아니요,
     아니오, 잠깐, 죄송합니다;
-turn: but, the(?= (?:true|correct|right|corrected) \w+ (?:is|should be)), that(?= leaves),
+turn: but, so(?= it should),
+    (?:after|on|upon) re-?(?:read|check|count|calculat|consider|view|examin)ing,
+    the(?= (?:true|correct|right|corrected) \w+ (?:is|should be)), that(?= leaves),
     this(?= leaves), however, although, though, yet, except that,
     (?:da )?aber, jedoch, allerdings, mais, cependant, toutefois, pero, sin embargo, aunque, mas,
     porém, no entanto, contudo, ma, però, tuttavia, но, однако, 但, 但是, 不过, 可是, 然而, しかし,
     ただし, でも, 하지만, 그러나, 그런데;
 concludes: so, (?<=\W\s)also, поэтому, значит, so \$?[a-z] =, donc, quindi, por lo tanto, it is,
-    it['’]s, that is, which is, leaves, leaving, left with, ends up with,
+    it['’]s, that is, which is, which gives, which makes, leaves, leaving, left with, ends up with,
     (?:correct|right|real|true|actual) \w+ is, (?:should|must|has to|ought to) (?:be|have been),
     (?:answer|result|total|sum|value|number|amount) (?:is|comes to|becomes), bleiben, bleibt,
     bleiben nur(?: noch)?,
@@ -87,8 +100,15 @@ taken back: wrong, all wrong, incorrect, not right, not correct, mistaken, a mis
     doesn['’]t seem right, does not look right, can['’]t be right, cannot be right, looks wrong,
     seems wrong, seems off, forgot, missed, overlooked, misread, miscalculated, miscounted,
     misunderstood;
-withdrawn: scratch that, correction, edit, i made a mistake, i made an error, my mistake, my bad,
-    i misread, i miscalculated, i miscounted, i misunderstood, never mind, nevermind, just kidding,
+withdrawn: scratch that, correction, edit, updated?(?=:), updated answer, better(?=:),
+    i made a mistake, i made an error, my mistake, my bad, i misread, i miscalculated, i miscounted,
+    i should have (?:used|added|subtracted|multiplied|divided|counted|included|taken|doubled),
+    i misunderstood, i (?:forgot|overlooked|missed|neglected)(?! (?:nothing|no)\b),
+    (?:but )?i (?:cannot|can not|can['’]t|could not|couldn['’]t|(?:am|was) (?:unable|not able) to)
+    (?:solve|answer|work out|figure out|determine|find(?! the problem))
+    (?:it|this|that|the (?:problem|question|answer|solution)),
+    (?:(?:this|that|it) )?is (?:just |only )?a (?:wild |random |pure )?(?:guess|placeholder),
+    (?:but )?i have no idea, never mind, nevermind, just kidding,
     ignore that, ignore the above, ignore my, disregard that, disregard this, disregard the above,
     disregard my, corrected(?=:), i stand corrected, i revise my, i change my,
     das (?:ist|war) (?:falsch|nicht richtig),

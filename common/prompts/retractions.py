@@ -37,6 +37,9 @@ _TURN = rf"""(?:{phrases("turn")}|then(?=[^.!?\n]{{0,200}}\b(?:leav|left|remain)
     (?:\b|(?<=[一-鿿]))
     (?![^.!?\n。]{{0,200}}\b(?:if|would|could|wenn|si|если|如果)\b)  # that is another case
     """
+# "Let me recalculate. ", unless it is a check
+_ANEW = r"""(?:let\ me\ |i\ will\ |i['’]ll\ |i\ |to\ )?(?:re-?calculat|re-?comput|recount|redo)\w*\b
+    (?![^.!?\n]{0,100}\b(?:verif|check|confirm|sure))(?:[^.!?:\n=]{0,60}[.:!]\s{1,4})?"""
 # "one is lost, which " of "But one is lost, which leaves 8."
 _UP_TO_THE_VALUE = r"""
     (?=[^.!?\n。！？]{0,200}[0-9$(])  # a quick look: most sentences have no value
@@ -76,6 +79,7 @@ RETRACTION = re.compile(
       | {_UP_TO_THE_VALUE}(?: {_NEW_VALUE} | {_BARE_VALUE} ) )
     | {_WITHDRAWAL}
     | {_THE_ANSWER}{_IS_WRONG}
-    | {_TURN}{_UP_TO_THE_VALUE}{_NEW_VALUE} )""",
+    | {_TURN}{_UP_TO_THE_VALUE}{_NEW_VALUE}
+    | {_ANEW}{_UP_TO_THE_VALUE}(?: {_NEW_VALUE} | (?:=|\bg[eo]t|\bgives)\s?{_LAST_VALUE} ) )""",
     re.IGNORECASE | re.VERBOSE | re.DOTALL,
 )

@@ -66,6 +66,7 @@ _SCALE = re.compile(
 _DENIED_BEFORE = re.compile(
     rf"""(?: (?:\bnot|n['’]t|\bnever|\bcannot|≠|\\neq?|\b{phrases("doubt", "could")})
         (?:\s+{phrases("denied filler")})*
+    | \bplaceholder\b[^.\n]{{0,40}}
     | (?:\bnot|n['’]t|\bno)\s+{phrases("believes")}\b[^,;:.\n]{{0,60}} ) {_STYLE}\Z""",
     re.VERBOSE,  # without IGNORECASE, which takes five times as long
 )
@@ -105,7 +106,10 @@ SENTENCE_END = re.compile(
 )
 DOUBT = re.compile(rf"\b{phrases('doubt')}\b", re.IGNORECASE)
 _HEDGE = re.compile(rf"\b{phrases('doubt', 'could')}\b", re.IGNORECASE)
-_ALTERNATIVE = re.compile(rf"\b(?:{phrases('doubt', 'could')}|or|not)\b", re.IGNORECASE)
+_ALTERNATIVE = re.compile(
+    rf"\b(?:{phrases('doubt', 'could')}|alternatively|or|not(?!\s(?:counting|including)\b))\b",
+    re.IGNORECASE,
+)
 _VALUE = r"(?:[-−–+]?\s?[$€£¥]?\.?[0-9]|[\ue000-\uf8ff]|\(?[A-H]\)?(?![\w'’]))"
 # A member of a JSON object that is the answer.
 _JSON = re.compile(
@@ -129,18 +133,30 @@ _SIGN_OF_LABEL = re.compile("nswer|NSWER|inal|esult|hoice|ption|orrect|答|结�
 _LABEL = re.compile(
     rf"""\banswers?\b
         (?:\s(?:to|for|of|in|we|i|that|here|then|must|would|should|will)\b[^.\n:=!?$]{{0,80}}?)??
-        [\s*_`"')]{{0,4}}(?:{phrases("states")}\b(?:\s?:)?|[:=：]|(?=\s{phrases("wavers")}\b))
+        [\s*_`"')]{{0,4}}(?:{phrases("states")}\b(?:\s?:)?|[:：]|=>?|[-=]>|(?=\s{phrases("wavers")}\b))
+    | \b(?:so|thus|hence|therefore),?\s(?:it\sis\s|it['’]s\s)?(?=(?:option|choice)\s\(?[A-H]\b)
     | \b(?:correct|right)\s(?:choice|option|value|number|result)\s{phrases("states")}\b
     | (?:^|[.\n])[\s#>*_-]{{0,8}}(?:final(?:\ result|\ value)?|result)[*_\s]{{0,4}}[:：]
     | ^[\ \t>#*_0-9.)]{{0,8}}(?:the\ |my\ )?(?:final\ )?(?:answer|result)s?[\ \t*_:.]*$
     | (?:答案|结果|答え|정답|답)\s*(?:[是为為はは은는]|：|:|=){{1,3}}""",
     re.IGNORECASE | re.MULTILINE | re.VERBOSE,
 )
-_NO_LABEL = re.compile(rf"\b{phrases('no label')}\b[^,]*$", re.IGNORECASE)
+_NO_LABEL = re.compile(rf"\b{phrases('no label', 'others say')}\b[^,]*$", re.IGNORECASE)
+# What stands before a label in its sentence: "If the tank were empty, " or "With 5 of them, " of
+# "With 5 of them, the answer would be"; and what stands after it: " if the tank were empty"
+_CASE_BEFORE = re.compile(
+    r"""(?:^|[.!?]\s)[^\w\n]*(?:(?:and|but|also|however|even|note(?:\ that)?)[,:]?\ )?
+    (?: (?:if|when(?!\ (?:we|you|i|all)\b)|unless|had|were|without|suppose|supposing)\b
+    | [^.!?\n]*\binstead\b | (?:with|for)\b[^.!?\n]*\bwould\b )(?:[^.!?\n]|\.(?!\s))*\Z""",
+    re.IGNORECASE | re.MULTILINE | re.VERBOSE,
+)
+_CASE_AFTER = re.compile(r"[^.!?\n]{0,200}\b(?:if|unless|instead)\b(?! of\b)", re.IGNORECASE)
 _DENIED_LABEL = re.compile(
     rf"\b(?:{phrases('doubt', 'could')}|false|untrue|never)\b[^,;:]{{0,40}}$", re.IGNORECASE
 )
-_OPENING = re.compile(r"(?:```[a-z]*\n|`(?!`\w)|[\s*_)\]}:>#]|[\"'](?=[\s*:]))*")
+_OPENING = re.compile(
+    r"(?:```[a-z]*\n|`(?!`\w)|[\s*_)\]}:#]|={3,}|-{3,}|(?<=\n)>|(?<=\n\s)>|[\"'](?=[\s*:]))*"
+)
 _FILLER = re.compile(rf"(?:(?:{phrases('filler')}\b|[≈:])[\s,:]*)*", re.IGNORECASE)
 _RESTATED = re.compile(rf".*(?:\b{phrases('restates')}\b|=)\s*(?={_VALUE})", re.DOTALL)
 _INSTEAD = re.compile(
@@ -185,8 +201,8 @@ class Mark(NamedTuple):
     """A mark of an answer in a text."""
 
     kind: str
-    """box, tag, json, line (`####`), label ("the answer is"), or cut: a box or a second tag without
-    its end.
+    """box, tag, json, line (`####`), label ("the answer is"), case ("if x is 1, the answer is"), or
+    cut: a box or a second tag without its end.
     """
     start: int
     end: int
@@ -205,11 +221,7 @@ def stated_answer(text: str) -> str | None:
     # After a box, only a later statement counts, and only one of a value.
     position = max(closed, default=0)
     if _SIGN_OF_LABEL.search(text, position):
-        marks += [
-            Mark("label", *match.span())
-            for match in list(_LABEL.finditer(text, position))[-_MAX_LABELS:]
-        ]
-        marks.sort(key=attrgetter("end"))
+        marks = _with_labels(text, marks, position)
 
     lines = [mark for mark in marks if mark.kind == "line"]
     if len(lines) > 1 and marks[-1] == lines[-1] and not text[lines[-1].end :].strip():
@@ -227,7 +239,7 @@ def stated_answer(text: str) -> str | None:
             answer = clean(content) if answer is None else answer
         elif mark.kind == "line":
             answer = _line(text[mark.end : mark.end + 2 * MAX_ANSWER_CHARS], alone=len(marks) == 1)
-        elif mark.kind == "label":
+        elif mark.kind in ("label", "case"):
             answer = _labelled(text, mark, words=not closed)
         if answer is not None:
             return answer if len(answer) <= MAX_ANSWER_CHARS else ""
@@ -291,6 +303,20 @@ def _marks(text: str) -> list[Mark]:
     unclosed = filter(None, (*braces, tag if marks else None))
     marks += [Mark("cut", *opening.span()) for opening in unclosed]
     return sorted(marks, key=attrgetter("end"))
+
+
+def _with_labels(text: str, marks: list[Mark], position: int) -> list[Mark]:
+    """Returns the marks together with the labels from `position` on, in the order they end. What
+    holds only in a case is left out where something is stated without it, and counts as cut where
+    each of several cases has its answer.
+    """
+    for label in list(_LABEL.finditer(text, position))[-_MAX_LABELS:]:
+        before = text[max(0, label.start() - 200) : label.end()]
+        is_case = _CASE_BEFORE.search(before) or _CASE_AFTER.match(text, label.end())
+        marks.append(Mark("case" if is_case else "label", *label.span()))
+    marks.sort(key=attrgetter("end"))
+    stated = [mark for mark in marks if mark.kind != "case"]
+    return stated or (marks if len(marks) < 2 else [Mark("cut", 0, 0)])
 
 
 def _joined(text: str, marks: list[Mark]) -> tuple[int, str]:

@@ -41,8 +41,8 @@ _WINDOW_CHARS = 4096
 _FEW_DIGITS = 20
 _ANEW = re.compile(rf"[=:;,]|\b{phrases('starts anew')}\b", re.IGNORECASE)
 _HEDGE_BEFORE = re.compile(
-    rf"n['’]t\b|[<≠≤≥]|>(?!\s*\*\*)|\b{phrases('doubt', 'could', 'limits')}\b|\bno\s*\Z"
-    r"|(?<!from )(?<![0-9.])[0-9][0-9.]*\s+to\s*\Z"
+    rf"n['’]t\b|[<≠≤≥]|(?<![=-])>(?!\s*\*\*)|\b{phrases('doubt', 'could', 'limits')}\b|\bno\s*\Z"
+    r"|(?<!from )(?<![0-9.])[0-9][0-9.]*\s+(?:to|in)\s*\Z"
     r"|(?:不|没|可能|也许|或许|大概|大约|至少|至多|超过)[^,;:=]{0,8}\Z",
     re.IGNORECASE,
 )
@@ -71,12 +71,33 @@ _SUBORDINATE = re.compile(
     rf"""(?<=[\w*)\ue000-\uf8ff])\s*,?\s+(?:(?:since|because)\b(?:[^,:]|,(?=[0-9]))*
     | (?:(?:after|by)\s\w+ing|after|from|when)\b
         (?:(?!\b{phrases("starts anew")}\b)[^,:;=]|,(?=[0-9]))*\Z)
+    # 42, including 5; 42, which is 8 fewer than before
+    | ,\s(?:including|excluding|counting|which\sis\s(?:{_VALUE})\s(?:more|less|fewer)\b)
+        (?:(?!{_VERB})[^:;=])*\Z
+    # 18, not 20
+    | ,\s(?:{phrases("instead")}|nicht|não|no|non|pas|не)\s(?:{_VALUE})(?=[\s*]*\Z)
     # 9 of the 12, and not half or a quarter of it
     | (?<=[0-9])(?<![/.][0-9])(?<![/.][0-9]{{2}})\s(?:out\s)?of\s
         (?:(?:the|his|her|its|their|our|my|these|those)\s)?
         [0-9][0-9,]*\b""",
     re.VERBOSE,
 )
+# The circumstances of a value may have values of their own: 45 "minutes to clean the 3 rooms".
+# After a computation ("= 45 minutes in 5 days") any preposition begins them.
+_LEADS = phrases("leads to a value")
+_NOUN = rf"(?:[\s-](?!{_LEADS}\b|{_VERB})[^\W\d_][\w'’/]*){{0,6}}"
+_ASIDE = rf"\s(?:(?!{_VERB}|(?<!in\s)total\b)[^=:;,]|,(?=[0-9])){{0,200}}\Z"
+_CIRCUMSTANCES = re.compile(
+    rf"""(?P<value> (?P<computed>=\s*)?+
+        (?(computed)|\b(?=[a-z]+\s[^a-z])(?!{_LEADS}\s)[a-z]+\s) (?:{_VALUE}) ){_NOUN}\s
+        (?: out\sof | (?:for|in|than|over|on|at)\s(?:the|all|these|those|his|her|their|\$?[0-9]+)\b
+        | to\s(?!make|get\b(?!\sto)|reach|give|obtain|a\b|the\b)[a-z]+
+        | (?(computed)(?:for|in|over|per|during|than|until|before|on|of|to(?=\s[a-z]))\b|(?!)) )
+        {_ASIDE}""",
+    re.IGNORECASE | re.VERBOSE,
+)
+# "3 + " of a computation without its value
+_UNFINISHED = re.compile(r"(?:(?:[0-9)]|\b[a-z])\s[-−–]|[0-9a-z)²³]\s[+*×÷/]|[0-9]\sx)\s\Z")
 _ITEM = rf"(?:[A-Za-z]\s?=\s?)?(?:{_VALUE})"
 _LISTED = re.compile(
     rf"""(?:\A|[=:]|\b(?:is|are|es|son|ist|sind|est|sont|é|são|è|sono)\b)[\s*]*
@@ -87,9 +108,11 @@ _LISTED = re.compile(
 _MONTH = rf"(?:{'|'.join(filter(None, (*calendar.month_name, *calendar.month_abbr)))})\b\.?"
 _DAY = r"[0-9]{1,2}(?:st|nd|rd|th)?"
 _YEAR = r"(?:,?\s+[0-9]{4})?"
-# A tuple or a date: its numbers are no answers by themselves.
+# A tuple, a date, or 1 hour and 30 minutes: its numbers are no answers by themselves.
 _WHOLE = re.compile(
     rf"[(\[]\s*(?:(?:{_VALUE})\s*,\s*){{1,20}}(?:{_VALUE})\s*[)\]]"
+    rf"|(?=[^\sA-Za-z])(?:{_VALUE})(?:\s(?!{_LEADS}\b|{_VERB})[a-z]+,?(?:\s(?:{_VALUE}))?){{1,9}}"
+    rf"\sand\s(?:{_VALUE})\s[a-z]+"
     rf"|(?:\b{_DAY}\s+(?:of\s+)?{_MONTH}|\b{_MONTH}\s+{_DAY}\b){_YEAR}"
 )
 _ALIGNED = re.compile(r"\\begin\{(?:align|gather|split|eqnarray|multline)")
@@ -109,9 +132,18 @@ _NUMBER_WORD = re.compile(
     rf"\b(?:{_SMALL_NUMBER}|(?:one|a)\s{_SIZE})"
     rf"(?:\s(?:{_SIZE}|(?:and\s)?(?:{_SMALL_NUMBER}|one)))*\b(?! of\b)"
 )
+_REFUSED = re.compile(
+    r"""\bI(?:['’]m|\sam|\swas)?
+        \s(?:can['’]?t|can\s?not|could\snot|couldn['’]t|(?:un|not\s)able\sto)
+        \s(?:solve|answer|help(?!\sbut)|determine)\b
+    | (?:ot\senough|nsufficient)\sinformation""",
+    re.VERBOSE,
+)
+# A sentence that restates the question, or says what others think.
 _ASKS = re.compile(
     r"\b(?:asks?|asked|asking|want(?:s|ed)? to know|need to (?:find|know)|wonder\w*)\b"
-    r"[^.]{0,60}\bhow (?:many|much)\b"
+    rf"[^.]{{0,60}}\bhow (?:many|much)\b|\b{phrases('others say')}\b",
+    re.IGNORECASE,
 )
 # A response that is nothing but its answer: "(B)", "Option B.", "B) 14", "Yes, it is."
 _BARE = re.compile(
@@ -120,8 +152,15 @@ _BARE = re.compile(
     (?:[.,;:!—–](?!.*\b(?:[A-H]|(?i:yes|no|true|false))\b)[^0-9]*)?""",
     re.DOTALL | re.VERBOSE,
 )
+# "Josh made a profit of $70,000", as it stands under a heading "Final Answer"
+_CLAUSE_WITH_VERB = re.compile(
+    rf"""(?:(?i:I|he|she|it|we|they|you|there)|(?:The|His|Her|Their|Each|[A-Z][a-z]+['’]s)\s\w+)\s
+        (?:\w+\s)?(?:{phrases("acts")}|[a-z]{{3,}}(?:s|ed))\b
+    | [A-Z][a-z]+\s(?:and\s[A-Z][a-z]+\s)?{phrases("acts")}\b""",
+    re.VERBOSE,
+)
 _OPTIONS = re.compile(r"\(?[A-H]\)?(?:,? or \(?[A-H]\)?)+")
-_OTHERWISE = re.compile(r",?\s+or\s+|,\s+i\.e\.,?\s+")
+_OTHERWISE = re.compile(r",?\s+or\s+(?:alternatively,?\s+)?|,\s+i\.e\.,?\s+")
 
 
 def extract_answer(response: str) -> str | None:
@@ -130,7 +169,11 @@ def extract_answer(response: str) -> str | None:
     """
     text = before_next_question(in_digits(answering_part(with_single_backslashes(response))))
     answer = stated_answer(text)
-    return _single_answer((last_value(text) if answer is None else answer) or "")
+    if answer is None:
+        answer = last_value(text)
+    elif _CLAUSE_WITH_VERB.match(answer) and len(_VALUES.findall(answer)) == 1:
+        answer = None if _HEDGE_BEFORE.search(answer) else last_value(answer)
+    return _single_answer(answer or "")
 
 
 def gold_answer(ground_truth: str) -> str | None:
@@ -164,30 +207,45 @@ def last_value(text: str) -> str | None:
         return bare[1]
     last = _LAST.match(text)
     if not last:
-        words = list(_NUMBER_WORD.finditer(text))
-        if len(words) != 1 or _HEDGE_BEFORE.search(text):
-            return None
-        return None if _HEDGE_AFTER.match(text, words[0].end()) else words[0].group()
+        return _number_in_words(text)
     window, formulas = masked(text[max(0, last.end() - _WINDOW_CHARS) : last.end() + 100])
+    if _REFUSED.search(window):
+        return None
     window = window.replace("?", " ?. ")  # the mark of a question stays in its sentence
     for sentence in reversed(SENTENCE_END.split(window)):
-        if _ASKS.search(sentence):  # it restates the question
+        if _ASKS.search(sentence):
             continue
-        sentence = _SIGN_IN_WORDS.sub(r"\1-", sentence)
+        if "inus" in sentence or "egative" in sentence:
+            sentence = _SIGN_IN_WORDS.sub(r"\1-", sentence)
         bold = list(_BOLD.finditer(sentence))
         if bold and not _VALUES.search(sentence):
             return None if len(bold) > 1 or DOUBT.search(sentence) else clean(bold[0][1])
         ends = [match.end(1) for match in bold if _VALUES.search(match[1])]
-
-        # Notes and subordinate clauses become blanks, so that places stay the same.
-        shown = sentence
-        for aside in (NOTE, _SUBORDINATE):
-            shown = aside.sub(lambda match: " " * len(match.group()), shown)
-        for value in reversed([*_VALUES.finditer(shown, 0, ends[-1] if ends else len(shown))]):
+        for value in reversed(_asserted(sentence, ends[-1] if ends else len(sentence))):
             formula = unmasked(value.group(), formulas)
             if formula.strip() and len(_WORD.findall(formula)) < 2:
                 return _value_in_context(value, formulas)
     return None
+
+
+def _number_in_words(text: str) -> str | None:
+    """Returns the only number in a text that writes it in words, unless the text hedges it."""
+    words = list(_NUMBER_WORD.finditer(text))
+    if len(words) != 1 or _HEDGE_BEFORE.search(text):
+        return None
+    return None if _HEDGE_AFTER.match(text, words[0].end()) else words[0].group()
+
+
+def _asserted(sentence: str, end: int) -> list[re.Match[str]]:
+    """Returns the values of a sentence up to `end`, without those of notes, of subordinate clauses
+    and of the circumstances of another value.
+    """
+    # What is left out becomes blanks, so that places stay the same.
+    shown = sentence
+    for aside in (NOTE, _SUBORDINATE):
+        shown = aside.sub(lambda match: " " * len(match.group()), shown)
+    shown = _CIRCUMSTANCES.sub(lambda found: found["value"].ljust(len(found.group())), shown)
+    return list(_VALUES.finditer(shown, 0, end))
 
 
 def _value_in_context(value: re.Match[str], formulas: list[str]) -> str | None:
@@ -201,6 +259,7 @@ def _value_in_context(value: re.Match[str], formulas: list[str]) -> str | None:
         or _DENIED_OR_SUPPOSED.search(left)
         or _HEDGE_AFTER.match(sentence[value.end() :])
         or DOUBT.search(_CLAUSE.split(left)[-1])
+        or _UNFINISHED.search(left)
     ):
         return None
     for whole in _WHOLE.finditer(sentence):
