@@ -39,6 +39,21 @@ _NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.
 _SIZE = 512
 
 
+def refuse_foreign(directory: Path, field: str) -> None:
+    """Raises ConfigError for a directory that no run has made its own, or that holds the working
+    directory: whatever else is in it would be lost.
+    """
+    path = directory.resolve()
+    is_foreign = path.is_dir() and any(path.iterdir()) and not (path / LOCK).exists()
+    if is_foreign or Path.cwd().is_relative_to(path):
+        raise ConfigError(
+            "this is not the directory of a run, and everything in it would be lost",
+            field=field,
+            value=str(directory),
+            remedy="name the directory of a run, or remove yourself what is in this one",
+        )
+
+
 class RunLock:
     """A context manager that holds `directory` for `run`.
 

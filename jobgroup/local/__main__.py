@@ -26,7 +26,7 @@ from common.errors import ConfigError, ServiceError
 from common.models.hub import check_model, is_path
 from common.process.cli import CommandParser, fail
 from common.process.exits import SIGNALLED, how_ended
-from common.process.run_lock import LOCK, RunLock
+from common.process.run_lock import LOCK, RunLock, refuse_foreign
 from common.process.security import TOKEN, token
 from common.process.storage import make_directory
 from common.process.topology import TRAINER, Topology
@@ -66,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command and returns its exit status; a wrong option or YAML ends with status 2."""
     options = _parser().parse_args(argv)
     try:
-        yaml = packaged(Path(options.yaml), "jobgroup")
+        yaml = packaged(options.yaml, "jobgroup")
         group = spec.load(
             yaml,
             env=assignments(options.env, "--env"),
@@ -75,17 +75,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
         group = replace(group, tasks=tuple(task.without_volumes() for task in group.tasks))
         _check_settings(group.tasks)
-        followed = None
-        if options.follow is not None:
-            followed = f"{group.task(options.follow, '--follow').name}-0"
+        follows = options.follow is not None
+        followed = f"{group.task(options.follow, '--follow').name}-0" if follows else None
         grace_s = seconds(options.grace, "--grace")
+        if options.clear:
+            refuse_foreign(options.clear, "--clear")  # before a lock makes it a run's
         log_dir = _log_dir(options.log_dir, group)
         with choose_addresses(group) as placement, _own_directories(group, log_dir):
             if options.clear:
-                _clear(Path(options.clear), log_dir)
-            nodes = [host.partition(".")[0] for host in placement.hosts]
-            screen = Screen(nodes, followed)
-            if yaml != Path(options.yaml):
+                _clear(options.clear, log_dir)
+            screen = Screen([host.partition(".")[0] for host in placement.hosts], followed)
+            if yaml != options.yaml:
                 screen.say(f"there is no file {options.yaml} here: this is {yaml} of the package")
             return _run(group, placement, screen, log_dir=log_dir, grace_s=grace_s)
     except ServiceError as error:
@@ -150,8 +150,7 @@ def _run(
         screen.say(line)
     _raise_file_limit()
 
-    environments = _environments(group, placement)
-    runner = Runner(tasks, environments, screen, log_dir, grace_s=grace_s)
+    runner = Runner(tasks, _environments(group, placement), screen, log_dir, grace_s=grace_s)
     status = asyncio.run(runner.run())
 
     for line in _summary(runner):
@@ -171,8 +170,7 @@ def _with_an_interpreter(group: JobGroup, screen: Screen) -> JobGroup:
     for task in group.tasks:
         if _PYTHON in task.run and not (task.workdir / _PYTHON).exists():
             names.append(task.name)
-            python = shlex.quote(sys.executable)
-            task = replace(task, run=task.run.replace(_PYTHON, python))
+            task = replace(task, run=task.run.replace(_PYTHON, shlex.quote(sys.executable)))
         tasks.append(task)
     if names:
         screen.say(f"there is no {_PYTHON} here: {', '.join(names)} run with {sys.executable}")
@@ -248,7 +246,7 @@ def _parser() -> CommandParser:
     about = "Runs a SkyPilot job-group YAML on this machine."
     parser = CommandParser("rlhf local", about, epilog=_EPILOG)
     add = parser.add_argument
-    add("yaml", metavar="YAML", help="the job group")
+    add("yaml", type=Path, metavar="YAML", help="the job group")
     add(
         "--env",
         action="append",
@@ -280,7 +278,12 @@ def _parser() -> CommandParser:
         metavar="TIME",
         help="time between SIGTERM and SIGKILL (default 10s)",
     )
-    add("--clear", metavar="DIR", help="empties this directory first, unless a run is using it")
+    add(
+        "--clear",
+        type=Path,
+        metavar="DIR",
+        help="empties this directory of a run first, unless a run is using it",
+    )
     return parser
 
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from common.process.run_lock import LOCK
 from common.process.topology import parse_hosts
 
 pytestmark = pytest.mark.integration
@@ -208,22 +209,40 @@ def test_a_second_runner_touches_nothing_of_the_first(
 ) -> None:
     """Like running `make demo` twice: it empties its directory first."""
     text = f"{HEADER}---\nname: main\nrun: echo there; sleep 600\n"
-    (local.folder / "old").touch()
-    first = local.start(text, "--clear", ".")
+    run_dir = local.folder / "run"
+    run_dir.mkdir()
+    (run_dir / LOCK).touch()  # of an earlier run
+    (run_dir / "old").touch()
+    first = local.start(text, "--clear", "run")
     local.wait_for(lambda: "there" in local.log("main-0"))
-    assert not (local.folder / "old").exists()
-    (local.folder / "new").touch()
-    for arguments in (["--clear", str(local.folder)], []):
+    assert not (run_dir / "old").exists()
+    (run_dir / "new").touch()
+    for arguments in (["--clear", str(run_dir)], []):
         second = make_run(f"second{len(arguments)}")
         status, _, err = second.run(text, "--log-dir", str(local.logs), *arguments)
         assert status == 2
         assert f"run of jobgroup.local small (process {first.pid} on " in err
-    assert (local.folder / "new").exists()
+    assert (run_dir / "new").exists()
     assert "there" in local.log("main-0")
     first.kill()
     local.finish()
-    local.start(text, "--clear", ".")  # a killed run blocks nobody
-    local.wait_for(lambda: not (local.folder / "new").exists())
+    local.start(text, "--clear", "run")  # a killed run blocks nobody
+    local.wait_for(lambda: not (run_dir / "new").exists())
+
+
+@pytest.mark.parametrize("given", ["mine", "."])
+def test_only_the_directory_of_a_run_is_emptied(local: "LocalRun", given: str) -> None:
+    """Also with `RUN_DIR` there, whose lock would make the directory look like that of a run."""
+    mine = local.folder / given / "thesis.txt"
+    mine.parent.mkdir(exist_ok=True)
+    mine.touch()
+    text = f"{HEADER}---\nname: main\nenvs: {{RUN_DIR: mine}}\nrun: echo there\n"
+    for _ in range(2):
+        status, _, err = local.run(text, "--clear", given)
+        assert status == 2
+        assert f"field: --clear · value: {given} · remedy: name the directory of a run" in err
+    assert not (mine.parent / LOCK).exists()
+    assert mine.exists()
 
 
 def test_without_primary_tasks_all_are_primary(local: "LocalRun") -> None:
