@@ -29,8 +29,12 @@ def read_file(path: Path) -> Iterator[Row]:
                 raise ValueError(f"{where} is not an object with columns")
             yield where, row
     except UnicodeDecodeError as error:
-        found = f"byte {error.start} is {error.object[error.start]:#04x}"
-        stop(f"{path.name} is not in UTF-8: {found}", path, "save the file in UTF-8")
+        stop(
+            f"{path.name} is not in UTF-8: {error.reason}, byte {error.start} is "
+            f"{error.object[error.start]:#04x}",
+            path,
+            "save the file in UTF-8",
+        )
     except (OSError, ValueError, RecursionError, csv.Error) as error:
         where = "" if str(error).startswith(path.name) else f"{path.name} cannot be read: "
         is_absent = isinstance(error, FileNotFoundError)
@@ -150,6 +154,9 @@ def _parse(data: bytes, where: str) -> Any:
         if error.lineno > 1:
             place = f"line {error.lineno}, {place}"
         raise ValueError(f"{where} is not JSON: {error.msg} ({place})") from None
+    except UnicodeDecodeError as error:
+        error.reason = where
+        raise
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{where}: {error}") from None
 
