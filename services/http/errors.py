@@ -13,6 +13,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import Scope
 
 from common.errors import InvalidInput, ServiceError, TooLarge
+from common.settings.explain import explained
 from services.http.disconnect import ClientGone
 
 log = logging.getLogger(__name__)
@@ -79,9 +80,10 @@ def _invalid(wrong: Mapping[str, Any]) -> ServiceError:
             value=wrong["ctx"]["actual_length"],
             remedy="send fewer",
         )
+    message, remedy = explained(wrong)
     return InvalidInput(
-        wrong["msg"],
+        message,
         field=where,
         value=wrong.get("input"),
-        remedy="the fields are described at /docs",
+        remedy=f"{remedy}; the fields are described at /docs",
     )

@@ -437,11 +437,7 @@ class TrainerConfig(ArgumentsOfOneProcess, BaseModel):
             mapped["rollout.colocate"] = self.use_gpu
         elif engine != "embedded":
             mapped["rollout.device"] = "auto"  # a server has its own, which is not known here
-        try:
-            return from_mapping(mapped | self.settings | dict(data))
-        except ConfigError as error:
-            error.message = f"the settings do not fit together: {error.message}"
-            raise
+        return from_mapping(mapped | self.settings | dict(data))
 
     def _defaults(self) -> Json:
         """Returns the defaults that differ from the system's; `settings` may set them."""
@@ -499,7 +495,9 @@ class TrainerConfig(ArgumentsOfOneProcess, BaseModel):
     @classmethod
     def _checked_interval(cls, value: float | str) -> float | str:
         if not isinstance(value, str) and (value < 0 or (value > 1 and value % 1)):
-            raise ValueError("give a whole number of steps, or a share of all steps below 1")
+            raise ValueError(
+                "no interval: give a whole number of steps, or a share of them below 1"
+            )
         return value
 
     @field_validator("loss_type")
@@ -628,8 +626,8 @@ class TrainerConfig(ArgumentsOfOneProcess, BaseModel):
                 remedy = f"write {{'{name}.name': value}}"
             elif name in fixed:
                 message = f"{name} is derived from the other fields"
-                field = FIELDS.get(name, "the corresponding field")
-                remedy = f"set {field} of TrainerConfig instead"
+                field = FIELDS.get(name)
+                remedy = f"set {field} instead" if field else "leave it out"
             elif _decided_elsewhere(name):
                 message = (
                     f"{name} does not apply to a run in one process with your own data and reward "
@@ -653,10 +651,13 @@ ROWS: dict[str, SettingRow] = {
 """The row of each field that has one."""
 FIELDS: dict[str, str] = {row.setting: field for field, row in ROWS.items()} | {
     "data.source": "train_dataset",
+    "model.dtype": "bf16",
     "optimizer.lr_schedule_args": "lr_scheduler_kwargs",
     "reward.functions": "reward_fn",
     "reward.functions.reward_model.model": "reward_fn",
+    "rollout.device": "use_gpu",
     "state_dir": "output_dir",
+    "trainer.device": "use_gpu",
 }
 """The field, or the argument of the trainer, that determines a setting."""
 

@@ -146,16 +146,20 @@ def _train(arguments: Namespace) -> None:
     if "data.prompt_template" in data_settings:
         settings["data.prompt_template"] = data_settings["data.prompt_template"]
     fields = {name: value for name, value in vars(arguments).items() if name in _FIELDS}
-    fields["settings"] = settings
-    fields["verbose"] = not arguments.quiet
-    save_to = arguments.save_to
-    config = TrainerConfig(**fields)
+    config = TrainerConfig(**fields, settings=settings, verbose=not arguments.quiet)
     described = {"data.source": arguments.dataset, "data.num_samples": arguments.num_samples}
+    for name in described.keys() & data_settings:
+        raise ConfigError(
+            "--set does not take what has an argument of its own",
+            field=name,
+            value=data_settings[name],
+            remedy="use that argument",
+        )
     described |= data_settings
     data = from_mapping(described).data
     resume = _resumes(arguments.resume, config)
-    if save_to is not None:
-        make_directory(save_to, "--save-to")
+    if arguments.save_to is not None:
+        make_directory(arguments.save_to, "--save-to")
     check_model(config.model_name_or_path, "model_name_or_path", is_policy=True)
     if config.ref_model_name_or_path:
         check_model(config.ref_model_name_or_path, "ref_model_name_or_path", needs_weights=True)
@@ -179,13 +183,14 @@ def _train(arguments: Namespace) -> None:
         trainer = OnlineRLTrainer(config, reward, train, test)
         trainer.described = described
         trainer.train(resume_from_checkpoint=resume)
-    saved = trainer.save_model(save_to or trainer.output_dir / "final")
+    saved = trainer.save_model(arguments.save_to or trainer.output_dir / "final")
     print(f"model:      {saved}")
     if config.verbose:
-        command = evaluation(
-            config, saved, arguments.dataset, data_settings, num_samples=len(test or ())
+        held_out = len(test or ())
+        print(
+            "evaluate:  ",
+            evaluation(config, saved, arguments.dataset, data_settings, num_samples=held_out),
         )
-        print(f"evaluate:   {command}")
 
 
 def _resumes(given: bool | str, config: TrainerConfig) -> bool:
@@ -219,8 +224,16 @@ def evaluation(
     """Returns the command that evaluates the trained model on the first `num_samples` held-out
     problems, which training answered; 0: on as many as the command chooses.
     """
-    words = ["--model", str(saved), "--compare", config.model_name_or_path, "--dataset", dataset]
-    words += ["--max-new-tokens", str(config.max_new_tokens)]
+    words = [
+        "--model",
+        str(saved),
+        "--compare",
+        config.model_name_or_path,
+        "--dataset",
+        dataset,
+        "--max-new-tokens",
+        str(config.max_new_tokens),
+    ]
     if num_samples:
         words += ["--num-samples", str(num_samples)]
     if config.system_prompt:

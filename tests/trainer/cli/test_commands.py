@@ -273,10 +273,39 @@ def test_a_data_set_smaller_than_asked_for(base_model: Path, tmp_path: Path) -> 
         ),
         (
             ("trainer.train_math", "--num-generations", "1"),
-            "error: the settings do not fit together: algorithm.advantage",
+            "error: algorithm.advantage",
         ),
         (("trainer.train_math", "--set", "seed"), "error: 'seed' is not NAME=VALUE"),
         (("trainer.train_math", "--dataset", "nothing.jsonl"), "error: "),
+        (
+            ("trainer.train_math", "--dataset", "tiny", "--set", "data.source=mine.jsonl"),
+            "error: --set does not take what has an argument of its own · field: --dataset · "
+            "value: mine.jsonl · remedy: use that argument",
+        ),
+        (
+            ("trainer.train_math", "--set", "seed=3"),
+            "error: seed is derived from the other fields · field: --seed · value: 3 · "
+            "remedy: set seed instead",
+        ),
+        (
+            ("trainer.train_math", "--set", "optimizer.learning_rate=1"),
+            "error: optimizer.learning_rate is derived from the other fields · "
+            "field: --set optimizer.learning_rate · value: 1 · remedy: set learning_rate instead",
+        ),
+        (
+            ("trainer.train_math", "--set", "checkpoint.resume=/x"),
+            "error: checkpoint.resume is derived from the other fields · "
+            "field: --set checkpoint.resume · value: /x · remedy: leave it out",
+        ),
+        (
+            ("trainer.train_math", "--model", ""),
+            "error: invalid value, expected at least 1 character · field: --model · value:  · "
+            "remedy: give a value that has at least 1 character",
+        ),
+        (
+            ("trainer.train_math", "--save-steps", "-1"),
+            "error: no interval · field: --save-steps · value: -1 · remedy: give a whole number",
+        ),
         (("trainer.train_math", "--resume"), "error: --resume needs the directory of the run"),
         pytest.param(
             ("trainer.train_math", "--use-gpu", "--model", ".cache/tiny-base", *QUICK),
