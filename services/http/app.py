@@ -16,13 +16,14 @@ from typing import Any
 import uvicorn
 import uvloop
 from fastapi import FastAPI, Request, Response
+from fastapi.dependencies.models import Dependant
 from fastapi.responses import JSONResponse
 from fastapi.routing import APIRoute
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from common import VERSION
-from common.errors import ConfigError, NotReady, ServiceLost
+from common.errors import ConfigError, InvalidInput, NotReady, ServiceLost, did_you_mean
 from common.process import garbage, progress, watchdog
 from common.process.logs import event
 from common.process.metrics import Metrics
@@ -220,15 +221,35 @@ class _JsonRequest(Request):
 
 
 class _JsonRoute(APIRoute):
-    """A route whose JSON body is bounded (`common.wire.codec.parse_json`)."""
+    """A route whose JSON body is bounded (`common.wire.codec.parse_json`), and which refuses
+    parameters that it does not read, if it reads any.
+    """
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handler = super().get_route_handler()
+        known = _parameters(self.dependant)
 
         async def handle(request: Request) -> Response:
+            for name, value in request.query_params.items():
+                if known and name not in known:
+                    raise InvalidInput(
+                        "there is no such parameter",
+                        field=name,
+                        value=value,
+                        remedy=did_you_mean(name, sorted(known)),
+                    )
             return await handler(_JsonRequest(request.scope, request.receive))
 
         return handle
+
+
+def _parameters(dependant: Dependant) -> set[str]:
+    """Returns the parameters of the address that a route and its dependencies read."""
+    names: set[str] = set()
+    for parameter in dependant.query_params:
+        # One parameter may be a model whose fields are in the address.
+        names.update(getattr(parameter.field_info.annotation, "model_fields", [parameter.alias]))
+    return names.union(*map(_parameters, dependant.dependencies))
 
 
 async def read_json(request: Request) -> Any:

@@ -103,6 +103,8 @@ async def test_pages_of_the_held_out_split(client: DataClient) -> None:
         ("/prompts?request_id=%ff", "request_id"),
         (f"/prompts?request_id={'x' * 129}", "request_id"),
         ("/eval_prompts?limit=-1", "limit"),
+        ("/prompts?count=2", "count"),  # other names are not read: 8 prompts would be drawn
+        ("/prompts?batch_size=2&batchsize=3", "batchsize"),
     ],
 )
 async def test_bad_queries_are_named_and_move_nothing(
