@@ -230,14 +230,15 @@ class _JsonRoute(APIRoute):
         known = _parameters(self.dependant)
 
         async def handle(request: Request) -> Response:
-            for name, value in request.query_params.items():
-                if known and name not in known:
-                    raise InvalidInput(
-                        "there is no such parameter",
-                        field=name,
-                        value=value,
-                        remedy=did_you_mean(name, sorted(known)),
-                    )
+            given = request.query_params if known else {}
+            unknown = next((name for name in given if name not in known), None)
+            if unknown is not None:
+                raise InvalidInput(
+                    "there is no such parameter",
+                    field=unknown,
+                    value=given[unknown],
+                    remedy=did_you_mean(unknown, sorted(known)),
+                )
             return await handler(_JsonRequest(request.scope, request.receive))
 
         return handle
