@@ -3,8 +3,10 @@ validated.
 """
 
 import difflib
+import json
 from argparse import ArgumentError, ArgumentParser
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, get_args, get_origin
 
@@ -101,9 +103,11 @@ def read_text(field: FieldInfo, text: str, name: str) -> Any:
     if text in ("None", "null"):
         return None
     # Only these begin JSON. Any other text may be a name that YAML would read as a number or date.
-    if text[:1] in "[{" and text:
+    if text.startswith(("[", "{")):
         try:
             read = read_yaml(text)
+            with suppress(ValueError):  # in JSON 1e-9 is a number, in YAML a text
+                read = json.loads(text)
         except yaml.YAMLError as error:
             raise ConfigError(
                 f"{name} is not a list or mapping: {yaml_problem(error)}",
