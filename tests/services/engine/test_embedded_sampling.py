@@ -7,7 +7,7 @@ import torch
 
 from common.clients.rollout import sample_seed
 from services.engine.kernels import compiled
-from services.engine.sampling import FIELDS, sample, stream_keys, uniforms
+from services.engine.sampling import FIELDS, _truncate, sample, stream_keys, uniforms
 
 ROWS = 20_000
 
@@ -198,3 +198,27 @@ def test_embedded_sampling_returns_a_greedy_token_as_the_only_one() -> None:
     found = sample(torch.tensor([[0.1, 3.0, 2.0, 1.0]]).expand(2, -1), state, False, 3)
     assert found[[0, 2, 3, 4], 0].tolist() == [1, 0, 1, 1]
     assert found[3, 1] == 3
+
+
+@pytest.mark.parametrize("top_p", [0.25, 0.5, 0.75, 0.875, 1.0])
+@pytest.mark.parametrize("min_p", [0.0, 0.25, 0.5, 1.0])
+def test_embedded_sampling_keeps_tokens_at_a_bound_as_sglang_does(
+    top_p: float, min_p: float
+) -> None:
+    """Of powers of two, whose sums and products are exact."""
+    probabilities = [0.5, 0.25, 0.125, 0.125]
+    for top_k in (1.0, 2.0, 4.0, np.inf):
+        kept, order = _truncate(
+            torch.tensor([probabilities]),
+            torch.tensor([top_p]),
+            torch.tensor([top_k]),
+            min_p=torch.tensor([min_p]),
+        )
+        wanted = [
+            (sum(probabilities[:place]) <= top_p or top_p == 1.0)
+            and place < top_k
+            and probability >= min_p * probabilities[0]
+            for place, probability in enumerate(probabilities)
+        ]
+        assert kept[0].tolist() == wanted
+        assert order[0].tolist() == [0, 1, 2, 3]

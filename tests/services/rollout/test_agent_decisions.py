@@ -13,9 +13,11 @@ from common.errors import ConfigError
 from common.process.topology import Topology, parse_hosts
 from common.settings.config import Config, load
 from common.settings.sections import ModelSection, RolloutSection, TrainerSection
+from common.wire.schemas import WeightFile, WeightManifest
 from services.rollout.engine_client import engine_command
 from services.rollout.router import RouterClient, chosen_router, router_command
 from services.rollout.state import UPDATES_BEFORE_RESTART, NodeState
+from services.rollout.weights.store import _same
 from services.rollout.weights.trainer_client import WeightId
 from tests.support.errors import raises
 
@@ -37,6 +39,39 @@ def test_engine_that_comes_up_behind_the_trainer_gets_no_traffic_until_it_has_ca
     state.updating = True
     state.update_done(V2)
     assert (state.worker_state, state.in_traffic) == ("ready", True)
+
+
+def test_an_update_to_weights_that_are_no_longer_the_newest_admits_nothing() -> None:
+    state = NodeState()
+    state.wanted = V2
+    state.engine_up(None)
+    state.updating = True
+    state.update_done(V1)
+    assert (state.worker_state, state.in_traffic) == ("updating", False)
+    assert "wanted: weights 2" in str(state.problem())
+
+
+def _manifest(**changes: Any) -> WeightManifest:
+    file = WeightFile(name="model.safetensors", size=3, xxh3="0" * 32)
+    return WeightManifest(version=1, run_id="a", files=[file]).model_copy(update=changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "same"),
+    [
+        ({}, True),
+        ({"asleep": True}, True),
+        ({"directory": "/disk", "progress": 7}, True),
+        ({"version": 2}, False),
+        ({"run_id": "b"}, False),
+        ({"kind": "adapter"}, False),
+        ({"files": [WeightFile(name="model.safetensors", size=3, xxh3="1" * 32)]}, False),
+    ],
+)
+def test_weights_are_the_same_whatever_way_they_are_sent(
+    changes: dict[str, Any], same: bool
+) -> None:
+    assert _same(_manifest(), _manifest(**changes)) is same
 
 
 def test_engine_keeps_its_traffic_during_an_update() -> None:

@@ -169,6 +169,25 @@ def test_losses_gradients_and_a_step(
         torch.testing.assert_close(after.factors[key], expected, atol=NEAR, rtol=0)
 
 
+@pytest.mark.parametrize("share", [0.0, 0.5, 2.0])
+def test_a_gradient_is_cut_to_its_bound_and_never_stretched(runs: RunLearner, share: float) -> None:
+    """By the first moment: AdamW's first step has the same size for any gradient."""
+    name = f"bound {share}"
+    begun(runs, name)
+    runs.forward_backward(name, only(random_data()), "cross_entropy", {})
+    known = runs._runs[name]
+    assert known.gradient is not None
+    gradient = known.gradient.clone()
+    (moments,) = known.optimizer.state.values()
+    before = moments["exp_avg"].clone()
+    bound = share * float(gradient.norm())
+    runs.optim_step(name, AdamParams(0.0, beta1=0.5, grad_clip_norm=bound))
+    applied = 2 * moments["exp_avg"] - before
+    expected = gradient * (0.5 if share == 0.5 else 1.0)
+    torch.testing.assert_close(applied, expected, rtol=1e-4, atol=1e-5)
+    runs.unload(name)
+
+
 def test_several_targets_of_a_token(runs: RunLearner, policy_dir: Path, tmp_path: Path) -> None:
     begun(runs, "several")
     runs.save("several", tmp_path / "run")

@@ -232,6 +232,12 @@ BAD: dict[str, tuple[str, Callable[[RunLearner, str], Any]]] = {
             run, [SHORT, Datum([1, 10_000, 2], SHORT.inputs)], "cross_entropy", {}
         ),
     ),
+    "first token beyond": (
+        "data[0].model_input",
+        lambda runs, run: runs.forward_backward(
+            run, [Datum([1, runs.vocabulary, 2], SHORT.inputs)], "cross_entropy", {}
+        ),
+    ),
     "too long": (
         "data[0].model_input",
         lambda runs, run: runs.forward_backward(
