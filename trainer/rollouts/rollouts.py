@@ -315,10 +315,11 @@ class Rollouts:
         """
         self._confirm()
         self._confirm = lambda: None
-        priorities = {
-            item.group.id: self._priority(item.group, advantages)
-            for item, advantages in zip(batch.groups, batch.mean_advantages(), strict=True)
-        }
+        priorities: dict[str, float] = {}
+        # Without reuse nothing is drawn by priority, and storing them is a further commit.
+        if self._config.replay.reuse_ratio > 0:
+            for item, advantages in zip(batch.groups, batch.mean_advantages(), strict=True):
+                priorities[item.group.id] = self._priority(item.group, advantages)
         self._finish_acknowledging = self._loop.begin(
             self._finish(batch, priorities, self._batches)
         )
@@ -333,7 +334,9 @@ class Rollouts:
 
         with self._clock.stage("replay"):
             await self._collector.acknowledge(fresh)
-            await self._services.replay.set_priorities(priorities, f"{self._run_id}-batch-{number}")
+            if priorities:
+                request_id = f"{self._run_id}-batch-{number}"
+                await self._services.replay.set_priorities(priorities, request_id)
 
         if has_curriculum:
             await self._services.data.report_pass_rates(

@@ -243,6 +243,15 @@ def test_every_priority_reuses_groups(settings: Callable[..., Config], priority:
         assert priorities[group.id] == pytest.approx(expected(group, advantages))
 
 
+def test_without_reuse_no_priorities_are_stored(settings: Callable[..., Config]) -> None:
+    config = settings("--trainer.max_steps", "2")
+    train_in_process(config, quiet())
+    with closing(sqlite3.connect(config.state_dir / "replay" / "replay.db")) as db:
+        priorities = {priority for (priority,) in db.execute("SELECT priority FROM groups")}
+    # That of groups that got none: a mean advantage of these few answers is less.
+    assert priorities == {1.0}
+
+
 def longest(group: Group, advantages: Sequence[float]) -> float:
     """A custom priority."""
     return float(max(len(completion.token_ids) for completion in group.completions))
