@@ -93,9 +93,14 @@ class Rollouts:
         Raises ConfigError for too little data, for another run's experience that would be reused,
         and for a reward function that fails.
         """
-        position = self._cursor.progress.position
         self._total_steps = self._loop.call(
-            begin(self._context, self._fresh_per_step, step, position, known=known)
+            begin(
+                self._context,
+                self._fresh_per_step,
+                step,
+                self._cursor.progress.position,
+                known=known,
+            )
         )
         return self._total_steps
 
@@ -315,16 +320,15 @@ class Rollouts:
         """
         self._confirm()
         self._confirm = lambda: None
-        priorities: dict[str, float] = {}
-        # Without reuse nothing is drawn by priority, and storing them is a further commit.
-        if self._config.replay.reuse_ratio > 0:
-            for item, advantages in zip(batch.groups, batch.mean_advantages(), strict=True):
-                priorities[item.group.id] = self._priority(item.group, advantages)
-        self._finish_acknowledging = self._loop.begin(
-            self._finish(batch, priorities, self._batches)
-        )
+        priorities = {
+            item.group.id: self._priority(item.group, advantages)
+            for item, advantages in zip(batch.groups, batch.mean_advantages(), strict=True)
+            # Without reuse nothing is drawn by priority, and storing them is a further commit.
+            if self._config.replay.reuse_ratio
+        }
+        self._finish_acknowledging = self._loop.begin(self._finish(batch, priorities))
 
-    async def _finish(self, batch: Batch, priorities: dict[str, float], number: int) -> None:
+    async def _finish(self, batch: Batch, priorities: dict[str, float]) -> None:
         fresh = batch.fresh
         has_curriculum = self._config.data.curriculum != "none"
         if not has_curriculum:
@@ -335,14 +339,15 @@ class Rollouts:
         with self._clock.stage("replay"):
             await self._collector.acknowledge(fresh)
             if priorities:
-                request_id = f"{self._run_id}-batch-{number}"
-                await self._services.replay.set_priorities(priorities, request_id)
+                await self._services.replay.set_priorities(
+                    priorities, f"{self._run_id}-batch-{self._batches}"
+                )
 
         if has_curriculum:
             await self._services.data.report_pass_rates(
                 [group.prompt_id for group in fresh],
                 batch.pass_rates[: len(fresh)],  # the fresh groups come first
-                f"{self._run_id}-pass-rates-{number}",
+                f"{self._run_id}-pass-rates-{self._batches}",
             )
             self._collector.expect_slots(len(fresh))
 
