@@ -93,14 +93,9 @@ class Rollouts:
         Raises ConfigError for too little data, for another run's experience that would be reused,
         and for a reward function that fails.
         """
+        position = self._cursor.progress.position
         self._total_steps = self._loop.call(
-            begin(
-                self._context,
-                self._fresh_per_step,
-                step,
-                self._cursor.progress.position,
-                known=known,
-            )
+            begin(self._context, self._fresh_per_step, step, position, known=known)
         )
         return self._total_steps
 
@@ -326,9 +321,11 @@ class Rollouts:
             # Without reuse nothing is drawn by priority, and storing them is a further commit.
             if self._config.replay.reuse_ratio
         }
-        self._finish_acknowledging = self._loop.begin(self._finish(batch, priorities))
+        self._finish_acknowledging = self._loop.begin(
+            self._finish(batch, priorities, self._batches)
+        )
 
-    async def _finish(self, batch: Batch, priorities: dict[str, float]) -> None:
+    async def _finish(self, batch: Batch, priorities: dict[str, float], number: int) -> None:
         fresh = batch.fresh
         has_curriculum = self._config.data.curriculum != "none"
         if not has_curriculum:
@@ -340,14 +337,14 @@ class Rollouts:
             await self._collector.acknowledge(fresh)
             if priorities:
                 await self._services.replay.set_priorities(
-                    priorities, f"{self._run_id}-batch-{self._batches}"
+                    priorities, f"{self._run_id}-batch-{number}"
                 )
 
         if has_curriculum:
             await self._services.data.report_pass_rates(
                 [group.prompt_id for group in fresh],
                 batch.pass_rates[: len(fresh)],  # the fresh groups come first
-                f"{self._run_id}-pass-rates-{self._batches}",
+                f"{self._run_id}-pass-rates-{number}",
             )
             self._collector.expect_slots(len(fresh))
 
