@@ -71,9 +71,14 @@ class VersionSource(Protocol):
 class _Files:
     """The files of a version that is written because a node asks for them."""
 
+    run_id: str
     version: int
     pieces: int = 0
     written: "Future[WeightManifest]" = field(default_factory=Future)
+
+    def are_of(self, manifest: WeightManifest) -> bool:
+        # The runs of a process share a board, and each counts its versions from 1.
+        return (self.run_id, self.version) == (manifest.run_id, manifest.version)
 
     def wrote(self) -> None:
         """Counts a piece."""
@@ -176,8 +181,8 @@ class WeightBoard:
         """
         if manifest.files or self.source is None:
             return manifest
-        if self._files is None or self._files.version != manifest.version:
-            self._files = _Files(manifest.version)
+        if self._files is None or not self._files.are_of(manifest):
+            self._files = _Files(manifest.run_id, manifest.version)
             work = partial(self._write, self.source, self._files)
             self._files.written = in_daemon_thread(work, "weight-files")
         files = self._files
@@ -195,7 +200,7 @@ class WeightBoard:
         log.info("writing the files of weights %d, because a node asks for them", files.version)
         written = source.write(files.version, files.wrote)
         with self._lock:
-            if self._latest is not None and self._latest.version == written.version:
+            if self._latest is not None and files.are_of(self._latest):
                 # The manifest keeps its broadcast: the nodes that take part must not see it
                 # withdrawn.
                 self._latest = self._latest.model_copy(update={"files": written.files})

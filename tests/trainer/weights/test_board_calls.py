@@ -149,7 +149,8 @@ def test_only_files_of_a_version_are_given_out(
 class Source:
     """Holds the tensors of versions; `go_on` lets a write end."""
 
-    def __init__(self) -> None:
+    def __init__(self, run_id: str = "run") -> None:
+        self.run_id = run_id
         self.writes: list[int] = []
         self.go_on = threading.Event()
         self.fails = False
@@ -161,7 +162,8 @@ class Source:
         assert self.go_on.wait(LIMIT_S)
         if self.fails:
             raise NotFound("it was removed", field="version", value=version)
-        return manifest(version, files=[WeightFile(name="a", size=1, xxh3="0" * 32)])
+        files = [WeightFile(name="a", size=1, xxh3="0" * 32)]
+        return WeightManifest(version=version, run_id=self.run_id, files=files)
 
     async def verify(self, version: int, sums: WeightChecksums) -> WeightVerdict:
         if sums.worker == "bad":
@@ -781,3 +783,18 @@ def test_buckets_are_as_large_as_they_may_be_and_ready_in_order(seed: int) -> No
     for before, after in zip(copy.buckets, copy.buckets[1:], strict=False):
         size = sum(weights[name].nbytes for name in [*before.names, after.names[0]])
         assert size > limit or before.dtypes[0] != after.dtypes[0], "they would fit into one"
+
+
+def test_the_files_of_another_run_are_not_taken_for_those_of_this_one(board: WeightBoard) -> None:
+    """Each run counts its versions from 1."""
+    for run_id in ("first", "second"):
+        source = Source(run_id)
+        source.go_on.set()
+        board.source = source
+        latest = WeightManifest(version=2, run_id=run_id)
+        board.announce(latest)
+        assert asyncio.run(board.with_files(latest, LIMIT_S)).run_id == run_id
+        assert source.writes == [2]
+        announced = board.latest()
+        assert announced is not None
+        assert (announced.run_id, len(announced.files)) == (run_id, 1)
