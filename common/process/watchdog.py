@@ -203,6 +203,8 @@ def interpreter_guarded(stuck_s: float = STUCK_S) -> Iterator[None]:
             faulthandler.dump_traceback_later(stuck_s, file=output)
             ended.wait(tick_s)
 
+    # Set here: a call that is stuck at once keeps the thread from its first line.
+    faulthandler.dump_traceback_later(stuck_s, file=output)
     thread = threading.Thread(target=postpone, name="interpreter-guard", daemon=True)
     thread.start()
     try:

@@ -37,6 +37,7 @@ class Node:
         # The newest lines that may say why it ended: without requests that were served.
         self.last_lines = deque[bytes](maxlen=30)
         self._screen = screen
+        self._grace_s = grace_s
         self._child: Child | None = None
         self._stopping = asyncio.Event()
         self._output = ChildOutput(
@@ -45,25 +46,26 @@ class Node:
             on_data=screen.raw if name == screen.follow else lambda _: None,
             on_loss=partial(screen.say, loud=True),
         )
-        self.ended = asyncio.create_task(self._run(script, env, workdir, grace_s))
+        self.ended = asyncio.create_task(self._run(script, env, workdir))
 
     def stop(self) -> None:
         """Ends the node: SIGTERM to its command, and SIGKILL to what is left after the grace."""
         self._stopping.set()
 
     def kill(self) -> None:
-        """Ends the node now."""
+        """Ends the node now, or as soon as its command has been started."""
+        self._grace_s = 0.0
         self.stop()
         if self._child is not None:
             self._child.kill()
 
-    async def _run(self, script: str, env: Env, workdir: Path, grace_s: float) -> int:
+    async def _run(self, script: str, env: Env, workdir: Path) -> int:
         self._child = await Child.start(
             ["bash", "-c", script],
             self._output,
             env=env,
             workdir=workdir,
-            grace_s=grace_s,
+            grace_s=self._grace_s,
         )
         ways_to_end = [
             asyncio.create_task(self._child.wait()),
@@ -72,7 +74,7 @@ class Node:
         await asyncio.wait(ways_to_end, return_when=asyncio.FIRST_COMPLETED)
         for way in ways_to_end:
             way.cancel()
-        status = await self._child.end(grace_s)
+        status = await self._child.end(self._grace_s)
         if status > SIGNALLED:
             _kill_orphans()
         return status

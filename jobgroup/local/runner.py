@@ -92,7 +92,7 @@ class TaskRun:
         """Returns the first node that ends with another status than 0; None when all succeed or the
         task is stopped.
         """
-        pending: set[asyncio.Future[int]] = {node.ended for node in self.nodes}
+        pending = {node.ended for node in self.nodes}
         while pending:
             ended, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
             for node in self.nodes:

@@ -26,15 +26,15 @@ def keep_alive(command: list[str]) -> int:
     """Runs `command` and restarts it when it fails; returns its exit status.
 
     It returns when the command succeeds, is stopped, or fails too often. SIGTERM and SIGINT are
-    forwarded to it once.
+    forwarded to it.
     """
     failures = 0
-    stopping = False
+    stopped_by = 0
     server: subprocess.Popen[bytes] | None = None
 
     def stop(number: int, _: object) -> None:
-        nonlocal stopping
-        stopping = True
+        nonlocal stopped_by
+        stopped_by = number
         if server is not None:
             server.send_signal(number)
 
@@ -42,14 +42,14 @@ def keep_alive(command: list[str]) -> int:
     signal.signal(signal.SIGINT, stop)
     while True:
         started = time.monotonic()
-        environment = os.environ | {VARIABLE: "1"}
         # The pipe is never written: its end tells the server that this process has ended.
-        server = subprocess.Popen(command, stdin=subprocess.PIPE, env=environment)
+        server = subprocess.Popen(command, stdin=subprocess.PIPE, env=os.environ | {VARIABLE: "1"})
+        if stopped_by:  # during the pause or the start, before `stop` knew it
+            server.send_signal(stopped_by)
         status = server.wait()
-        was_stable = time.monotonic() - started > _STABLE_S
-        failures = 1 if was_stable else failures + 1
+        failures = 1 if time.monotonic() - started > _STABLE_S else failures + 1
 
-        if stopping or status in (0, WRONG_SETTING) or failures >= _MAX_FAILURES:
+        if stopped_by or status in (0, WRONG_SETTING) or failures >= _MAX_FAILURES:
             return status if status >= 0 else SIGNALLED - status
         log.error("the server of this node %s: it is started again", how_ended(status))
         time.sleep(min(8.0, 0.5 * 2**failures))

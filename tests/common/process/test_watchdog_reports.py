@@ -1,6 +1,7 @@
 """What a process says of itself, with a clock and a log of the test."""
 
 import asyncio
+import faulthandler
 import logging
 import os
 import random
@@ -318,3 +319,15 @@ def test_a_guard_postpones_the_timer_until_its_end(monkeypatch: pytest.MonkeyPat
     assert set(calls[:-1]) == {0.04}
     assert len(calls) > 3
     assert calls[-1] == "cancelled"
+
+
+def test_a_guard_is_set_before_its_thread_has_begun(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pattern that is stuck at once would keep the thread from setting it."""
+    never = SimpleNamespace(start=lambda: None, join=lambda: None)
+    set_for: list[float] = []
+    monkeypatch.setattr(threading, "Thread", lambda **_: never)
+    monkeypatch.setattr(
+        faulthandler, "dump_traceback_later", lambda seconds, file: set_for.append(seconds)
+    )
+    with watchdog.interpreter_guarded(60):
+        assert set_for == [60]

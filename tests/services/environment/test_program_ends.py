@@ -312,16 +312,18 @@ _LIVES = st.lists(
 """Status and seconds of a server, every time that it is started."""
 
 
-@given(_LIVES, st.integers(0, 8), st.booleans())
+@given(_LIVES, st.integers(0, 8), st.sampled_from(["never", "starts", "runs", "pauses"]))
 def test_a_server_is_started_again_until_it_fails_too_often(
-    lives: list[tuple[int, float]], stopped_at: int, is_stopped: bool
+    lives: list[tuple[int, float]], stopped_at: int, moment: str
 ) -> None:
+    """`moment`: what the supervisor does when both signals arrive."""
     lives = [*lives, (0, 1.0)]
     handlers: dict[int, Any] = {}
     slept: list[float] = []
     started: list[Any] = []
     signals: list[int] = []
     now = 0.0
+    is_pausing = False
 
     class Server:
         def __init__(self, command: list[str], stdin: int, env: dict[str, str]) -> None:
@@ -329,24 +331,37 @@ def test_a_server_is_started_again_until_it_fails_too_often(
             assert env.pop(supervisor.VARIABLE) == "1"
             assert env == {"A": "b"}
             started.append(self)
+            signalled("starts")
 
         def wait(self) -> int:
             nonlocal now
             status, seconds = lives[len(started) - 1]
             now += seconds
-            if is_stopped and len(started) - 1 == stopped_at:
-                for number in (signal.SIGTERM, signal.SIGINT):
-                    handlers[number](number, None)
+            signalled("runs")
             return status
 
         def send_signal(self, number: int) -> None:
-            signals.append(number)
+            # Nothing is sent to a process that has ended.
+            if self is started[-1] and not is_pausing:
+                signals.append(number)
+
+    def signalled(now_it: str) -> None:
+        if (now_it, len(started) - 1) == (moment, stopped_at):
+            for number in (signal.SIGTERM, signal.SIGINT):
+                handlers[number](number, None)
+
+    def sleep(seconds: float) -> None:
+        nonlocal is_pausing
+        slept.append(seconds)
+        is_pausing = True
+        signalled("pauses")
+        is_pausing = False
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(subprocess, "Popen", Server)
         patch.setattr(signal, "signal", handlers.__setitem__)
         patch.setattr(time, "monotonic", lambda: now)
-        patch.setattr(time, "sleep", slept.append)
+        patch.setattr(time, "sleep", sleep)
         patch.setattr(os, "environ", {"A": "b"})
         status = supervisor.keep_alive(["server"])
 
@@ -355,13 +370,15 @@ def test_a_server_is_started_again_until_it_fails_too_often(
     for number, (ended, seconds) in enumerate(lives):
         # A server that lived for more than a minute begins to count anew.
         failures = 1 if seconds > 60.0 else failures + 1
-        was_stopped = is_stopped and number == stopped_at
-        if ended in (0, WRONG_SETTING) or failures == 5 or was_stopped:
+        # A signal in the pause is the next server's.
+        is_stopped = moment != "never" and number == stopped_at + (moment == "pauses")
+        if ended in (0, WRONG_SETTING) or failures == 5 or is_stopped:
             break
         pauses.append(min(8.0, 0.5 * 2**failures))
     assert status == (ended if ended >= 0 else 128 - ended)
     assert (len(started), slept) == (number + 1, pauses)
-    assert signals == ([15, 2] if was_stopped else [])
+    # Of several that arrive before it has been started, the last one counts.
+    assert signals == ([15, 2] if moment == "runs" else [2]) * is_stopped
 
 
 def test_the_end_of_the_supervisor_ends_the_server(
