@@ -40,6 +40,8 @@ class _UserLoop:
         self.calls: set[_Coroutine] = set()
         self._ended = asyncio.Event()
         in_daemon_thread(self._serve, "environment-loop")
+        # Until it has begun, it would count as blocked, and the time as the tool's.
+        asyncio.run_coroutine_threadsafe(asyncio.sleep(0), self.loop).result()
 
     async def responds(self, within_s: float) -> bool:
         """Returns whether the loop runs its next callbacks within some seconds, so is not
@@ -138,8 +140,9 @@ class Threads:
 
         user_loop = self._user_loop
         call = _Coroutine()
-        started = asyncio.run_coroutine_threadsafe(_guarded(function, call), user_loop.loop)
-        call.future = asyncio.wrap_future(started)
+        call.future = asyncio.wrap_future(
+            asyncio.run_coroutine_threadsafe(_guarded(function, call), user_loop.loop)
+        )
         user_loop.calls.add(call)
         try:
             async with asyncio.timeout(timeout_s) as limit:

@@ -5,7 +5,7 @@ import asyncio
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
 import pytest
@@ -199,6 +199,7 @@ async def test_the_model_is_told_of_a_tool_that_takes_too_long(
     tool: str, told: str, hung: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The episode goes on, and a call that cannot be ended counts as hung."""
+    limit_s = 60.0 if tool == "own" else 0.2
     if tool == "blocks":
         monkeypatch.setattr(threads_module, "_BEAT_S", 0.02)
         monkeypatch.setattr(threads_module, "BLOCKED_S", 0.02)
@@ -207,7 +208,7 @@ async def test_the_model_is_told_of_a_tool_that_takes_too_long(
         return "done" if "<tool_response>" in text else call(tool)
 
     async with served(Hangs, reply) as server:
-        (episode,) = await server.client.episodes(request_for(NAME, tool_timeout_s=0.2))
+        (episode,) = await server.client.episodes(request_for(NAME, tool_timeout_s=limit_s))
         assert (episode.status, episode.reward, episode.stop_reason) == ("ok", 1.0, "done")
         assert (episode.metrics["tool_calls"], episode.metrics["tool_errors"]) == (1, 1)
         assert told in episode.sequences[0].text
@@ -464,3 +465,22 @@ def test_a_tool_that_sets_an_alarm_is_called_in_the_main_thread() -> None:
         episode = loop.call(play())
     assert "in the main thread: True" in episode.sequences[0].text
     assert episode.metrics["tool_errors"] == 0
+
+
+def test_a_loop_of_users_runs_when_it_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One whose thread begins late would count as blocked."""
+    start = threads_module.in_daemon_thread
+    begins = threading.Event()
+
+    def start_late(function: Callable[[], None], name: str) -> object:
+        def begin() -> None:
+            begins.wait()
+            function()
+
+        return start(begin, name)
+
+    monkeypatch.setattr(threads_module, "in_daemon_thread", start_late)
+    threading.Timer(0.1, begins.set).start()
+    made = threads_module._UserLoop()
+    assert made.loop.is_running()
+    made.end()
