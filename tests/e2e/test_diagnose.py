@@ -21,6 +21,8 @@ SETTINGS = {
     "RUN_CONFIG": str(ROOT / "jobgroup" / "configs" / "tiny-cpu.yaml"),
     "MAX_STEPS": "1000",
     "RLHF_EVALUATION__SAMPLES": "0",
+    # On a busy machine, rank 1 may be stopped for longer than the default before it is diagnosed.
+    "RLHF_LIMITS__LOST_AFTER_S": "3600",
     "OMP_NUM_THREADS": "1",
 }
 
@@ -38,6 +40,7 @@ def group(tmp_path: Path, base_model: Path) -> Iterator[LocalRun]:
     assert run.process is not None
     assert run.process.stderr is not None
     run.process.stderr.close()
+    run.process.wait()
 
 
 def steps(run_dir: Path) -> int:

@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 import uuid
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +15,7 @@ import pytest
 
 from tests.support.paths import ROOT
 from tests.support.processes.processes import marked
+from tests.support.processes.waits import until
 from trainer.observe.run_dir import read_lines
 
 STEPS = 10
@@ -55,13 +55,11 @@ def test_killed_processes_cost_time_and_nothing_else(
         def kill(what: str, step: int, chosen: Callable[[list[int]], int] = min) -> None:
             """Runs kill -9 on one of the processes with `what` in their command line, after the
             given step."""
-            limit = time.monotonic() + 400
-            while len(read_lines(run_dir / "metrics.jsonl")) < step or not marked(mark, what):
-                assert group.poll() is None, output.read_text()[-4000:]
-                assert time.monotonic() < limit, (
-                    f"step {step} is not reached: {output.read_text()[-4000:]}"
-                )
-                time.sleep(0.05)
+            until(
+                lambda: len(read_lines(run_dir / "metrics.jsonl")) >= step and marked(mark, what),
+                output,
+                group,
+            )
             os.kill(chosen(marked(mark, what)), signal.SIGKILL)
 
         kill("-m services.reward", 2)

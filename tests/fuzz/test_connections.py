@@ -7,7 +7,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 
 import msgpack
@@ -16,6 +16,7 @@ import pytest
 
 from tests.support.paths import ROOT
 from tests.support.processes.ports import free_port
+from tests.support.processes.waits import until
 
 pytestmark = pytest.mark.integration
 
@@ -59,12 +60,8 @@ class Small:
     def __init__(self) -> None:
         self.port = free_port()
         words = [sys.executable, "-c", SERVICE, str(self.port)]
-        self.process = subprocess.Popen(words, cwd=ROOT, stderr=subprocess.DEVNULL)
-        limit = time.monotonic() + 400
-        while not self.healthy():
-            assert self.process.poll() is None
-            assert time.monotonic() < limit
-            time.sleep(0.05)
+        self.process = subprocess.Popen(words, cwd=ROOT)  # pytest shows its log
+        until(self.healthy, "it is healthy", self.process)
 
     def connect(self) -> socket.socket:
         return socket.create_connection(("127.0.0.1", self.port), timeout=60)
@@ -471,13 +468,6 @@ def open_connections(small: Small) -> int:
         for each in psutil.Process(small.process.pid).net_connections("tcp")
         if each.status == "ESTABLISHED"
     )
-
-
-def until(condition: Callable[[], bool]) -> None:
-    limit = time.monotonic() + 400
-    while not condition():
-        assert time.monotonic() < limit, "it did not happen in time"
-        time.sleep(0.05)
 
 
 def test_idle_connections_are_bounded_and_go_away(small: Small) -> None:

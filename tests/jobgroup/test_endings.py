@@ -46,6 +46,7 @@ def test_kill_9_of_the_runner_ends_everything(local: "LocalRun") -> None:
     process = local.start(TREE, "--grace", "1s")
     local.wait_for(lambda: _up(local))
     process.kill()
+    process.wait()
     local.wait_for(lambda: local.marked() == [])
 
 

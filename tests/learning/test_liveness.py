@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
@@ -21,6 +21,7 @@ from learning.ranks import Ranks
 from tests.support.paths import ROOT
 from tests.support.processes.forks import Forked
 from tests.support.processes.processes import marked
+from tests.support.processes.waits import until
 from trainer.diagnosis.live import collective
 
 pytestmark = pytest.mark.integration
@@ -91,13 +92,10 @@ class Nodes:
         self._wait_until_ready()
 
     def _wait_until_ready(self) -> None:
-        limit = time.monotonic() + 400
-        while not self._ready():
-            alive = all(process.poll() is None for process in self.processes)
-            assert (alive and time.monotonic() < limit) or self._ready(), self.text(0) + self.text(
-                1
-            )
-            time.sleep(0.05)
+        self._until(self._ready)
+
+    def _until(self, holds: Callable[[], bool]) -> None:
+        until(holds, lambda: self.text(0) + self.text(1), *self.processes)
 
     def _ready(self) -> bool:
         return all((self.directory / f"ready{rank}").exists() for rank in range(2))
@@ -105,13 +103,7 @@ class Nodes:
     def answer(self, name: str) -> RankWhere:
         """Waits for a file of the part `ask` and returns what it says of rank 1."""
         path = self.directory / f"{name}.json"
-        limit = time.monotonic() + 400
-        while not path.exists():
-            alive = all(process.poll() is None for process in self.processes)
-            assert (alive and time.monotonic() < limit) or path.exists(), self.text(0) + self.text(
-                1
-            )
-            time.sleep(0.05)
+        self._until(path.exists)
         return RankWhere.model_validate_json(path.read_text())
 
     def signal(self, node: int, number: int) -> None:

@@ -2,13 +2,13 @@
 reports where it is."""
 
 import os
-import time
 from pathlib import Path
 
 import pytest
 
 from tests.support.processes.forks import Forked
 from tests.support.processes.ports import free_port
+from tests.support.processes.waits import until
 
 pytestmark = pytest.mark.integration
 
@@ -29,7 +29,6 @@ def test_every_rank_says_where_it_is(tmp_path: Path) -> None:
             ranks.append(
                 Forked("tests.support.workers.stalled_ranks", str(tmp_path), log=output, env=env)
             )
-        limit = time.monotonic() + 400
         for rank, place in wanted.items():
             log = tmp_path / f"rank{rank}.log"
             said = (
@@ -38,10 +37,11 @@ def test_every_rank_says_where_it_is(tmp_path: Path) -> None:
                 place,
                 "stalled_ranks.py",
             )
-            while not (log.exists() and all(text in log.read_text() for text in said)):
-                assert time.monotonic() < limit, output.read_text()
-                assert [process.poll() for process in ranks] == [None, None], output.read_text()
-                time.sleep(0.1)
+            until(
+                lambda: log.exists() and all(text in log.read_text() for text in said),  # noqa: B023
+                output,
+                *ranks,
+            )
     finally:
         for process in ranks:
             process.kill()

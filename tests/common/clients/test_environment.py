@@ -3,7 +3,7 @@ another."""
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 
 import httpx
@@ -20,6 +20,7 @@ from services.environment.service import EpisodeService
 from services.environment.template import Template
 from tests.support.environments.environments import BASE, AnsweringEngine, request_for
 from tests.support.environments.own_environments import INSISTS
+from tests.support.processes.waits import comes
 
 
 class Road(httpx.AsyncBaseTransport):
@@ -101,15 +102,10 @@ def numbered(i: int) -> EpisodeRequest:
     return request_for(INSISTS, n=2).model_copy(update={"request_id": f"r{i}"})
 
 
-async def until(holds: Callable[[], bool]) -> None:
-    while not holds():  # noqa: ASYNC110
-        await asyncio.sleep(0.01)
-
-
 async def test_episodes_are_spread_over_the_nodes() -> None:
     async with serving(3) as nodes:
         calls = [asyncio.create_task(nodes.client.episodes(numbered(i))) for i in range(9)]
-        await until(lambda: nodes.running() == [6, 6, 6])
+        await comes(lambda: nodes.running() == [6, 6, 6])
         nodes.open.set()
         found = [episode for call in calls for episode in await call]
         assert Counter(episode.status for episode in found) == {"ok": 18}
@@ -125,18 +121,18 @@ async def test_episodes_of_a_lost_node_move_to_another(
     monkeypatch.setattr(Client, "unhealthy_reason", _quick)
     async with serving(2) as nodes:
         calls = [asyncio.create_task(nodes.client.episodes(numbered(i))) for i in range(4)]
-        await until(lambda: nodes.running() == [4, 4])
+        await comes(lambda: nodes.running() == [4, 4])
         kept = nodes.services[1 - lost]
         nodes.roads[lost].hangs = hangs
         nodes.roads[lost].shut.set()
-        await until(lambda: kept.stats()["running"] == 8)
+        await comes(lambda: kept.stats()["running"] == 8)
         nodes.roads[lost].refusals = 1
         nodes.roads[
             lost
         ].shut.clear()  # the node is back, and ends the episodes that nobody waits for
-        await until(lambda: not nodes.services[lost].stats()["running"])
+        await comes(lambda: not nodes.services[lost].stats()["running"])
         later = asyncio.create_task(nodes.client.episodes(numbered(9)))
-        await until(lambda: nodes.services[lost].stats()["running"] == 2)
+        await comes(lambda: nodes.services[lost].stats()["running"] == 2)
         nodes.open.set()
         found = [episode for call in [*calls, later] for episode in await call]
         assert Counter(episode.status for episode in found) == {"ok": 10}
@@ -153,7 +149,7 @@ async def test_the_client_waits_when_all_nodes_are_lost(monkeypatch: pytest.Monk
         for road in nodes.roads:
             road.shut.set()
         call = asyncio.create_task(nodes.client.episodes(numbered(1)))
-        await until(lambda: all(node.lost for node in nodes.client._nodes))
+        await comes(lambda: all(node.lost for node in nodes.client._nodes))
         nodes.roads[1].shut.clear()
         nodes.roads[0].shut.clear()
         assert [episode.status for episode in await call] == ["ok", "ok"]
@@ -173,10 +169,10 @@ async def test_a_request_is_repeated_while_its_node_is_healthy_and_then_deleted(
     async with serving(1) as nodes:
         with pytest.raises(base.Unreachable):
             await nodes.client.episodes(numbered(0))
-        await until(lambda: nodes.running() == [0])
+        await comes(lambda: nodes.running() == [0])
         call = asyncio.create_task(nodes.client.episodes(numbered(1)))
         health += [None] * 1000
-        await until(lambda: len(health) < 999)
+        await comes(lambda: len(health) < 999)
         nodes.open.set()
         assert [episode.status for episode in await call] == ["ok", "ok"]
 
@@ -184,11 +180,11 @@ async def test_a_request_is_repeated_while_its_node_is_healthy_and_then_deleted(
 async def test_a_cancelled_request_is_ended_on_its_node() -> None:
     async with serving(2) as nodes:
         calls = [asyncio.create_task(nodes.client.episodes(numbered(i))) for i in range(2)]
-        await until(lambda: nodes.running() == [2, 2])
+        await comes(lambda: nodes.running() == [2, 2])
         calls[1].cancel()
         with pytest.raises(asyncio.CancelledError):
             await calls[1]
-        await until(lambda: nodes.running() == [2, 0])
+        await comes(lambda: nodes.running() == [2, 0])
         nodes.open.set()
         await calls[0]
 

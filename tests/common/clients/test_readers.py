@@ -5,7 +5,6 @@ import pathlib
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any
@@ -21,6 +20,8 @@ from common.errors import ServiceLost
 from common.process.helpers import helper_processes
 from common.process.storage import StorageFailed
 from common.wire.schemas import Completion
+from tests.support.processes.processes import alive
+from tests.support.processes.waits import until
 
 pytestmark = pytest.mark.integration
 
@@ -98,13 +99,7 @@ def test_readers_end_with_a_process_that_is_killed() -> None:
         assert process.stdout is not None
         reader = int(process.stdout.readline())
         process.kill()
-    limit = time.monotonic() + 400
-    while pathlib.Path(f"/proc/{reader}/stat").exists() and time.monotonic() < limit:
-        with pathlib.Path(f"/proc/{reader}/stat").open() as file:
-            if ") Z " in file.read():
-                return
-        time.sleep(0.05)
-    assert not pathlib.Path(f"/proc/{reader}").exists()
+    until(lambda: not alive(reader), "the reader ends")
 
 
 class BreaksOnce(httpx.AsyncByteStream):

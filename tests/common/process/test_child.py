@@ -4,7 +4,6 @@ import asyncio
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -12,6 +11,7 @@ import pytest
 from common.process import child
 from common.process.child import Child, ChildOutput
 from tests.support.processes.processes import alive
+from tests.support.processes.waits import until
 
 pytestmark = [
     pytest.mark.integration,
@@ -42,8 +42,7 @@ def test_a_daemon_ends_with(ends: str, tmp_path: Path) -> None:
     seconds = "0" if ends == "the command" else "1000"
     words = child.command([sys.executable, "-c", DAEMON, str(noted), seconds])
     with subprocess.Popen(words, stdin=subprocess.PIPE, start_new_session=True) as starter:
-        while not noted.exists():
-            time.sleep(0.01)
+        until(noted.exists, "the daemon notes its id", starter)
         if ends == "its parent":
             assert starter.stdin is not None
             starter.stdin.close()

@@ -7,8 +7,6 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +27,7 @@ from tests.support.errors import raises
 from tests.support.paths import ROOT
 from tests.support.processes.clocks import leap
 from tests.support.processes.processes import alive
+from tests.support.processes.waits import comes, until
 
 PROGRAM = (
     f"{sys.executable} -I -S {ROOT / 'tests' / 'support' / 'environments' / 'agent_program.py'}"
@@ -166,8 +165,8 @@ async def test_a_client_that_left_before_its_answer_has_none_even_if_the_server_
 
     def busy(_: str) -> str:
         begun.touch()
-        while not left.exists():  # blocks the server, which does not see the client leave
-            time.sleep(0.01)
+        # Blocks the server, which does not see the client leave.
+        until(left.exists, "the client leaves")
         return "3"
 
     async with served(NAME, busy) as server:
@@ -229,16 +228,11 @@ def noted(pids: Path) -> list[int]:
     return [int(line) for line in pids.read_text().split()] if pids.exists() else []
 
 
-async def until(holds: Callable[[], bool]) -> None:
-    while not holds():  # noqa: ASYNC110
-        await asyncio.sleep(0.01)
-
-
 async def gone(pids: Path, count: int) -> None:
     """Waits until `count` noted processes have ended."""
     found = noted(pids)
     assert len(found) == count
-    await until(lambda: not any(alive(pid) for pid in found))
+    await comes(lambda: not any(alive(pid) for pid in found))
 
 
 async def test_program_leaves_no_process_or_session_behind(
@@ -268,11 +262,11 @@ async def test_program_leaves_no_process_or_session_behind(
         pids = tmp_path / "deleted"
         request.task.columns = {"pids": str(pids)}
         running = asyncio.create_task(server.client.episodes(request))
-        await until(lambda: len(noted(pids)) == 2)
+        await comes(lambda: len(noted(pids)) == 2)
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
         await gone(pids, 2)
-        await until(lambda: server.service.stats()["sessions"] == 0)
+        await comes(lambda: server.service.stats()["sessions"] == 0)
 
 
 def test_folders_that_a_killed_server_left_are_removed_at_the_next_start(

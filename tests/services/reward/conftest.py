@@ -1,11 +1,11 @@
 """A sandbox for hostile programs."""
 
-import time
 from collections.abc import Iterator
 
 import pytest
 
 from services.reward.functions import CodeRewardFunction
+from tests.support.processes.waits import until
 from tests.support.services.sandbox import code_function, sandboxes
 
 
@@ -17,9 +17,4 @@ def code() -> CodeRewardFunction:
 @pytest.fixture
 def nothing_is_left() -> Iterator[None]:
     yield
-    left = sandboxes()
-    limit = time.monotonic() + 400
-    while left and time.monotonic() < limit:
-        time.sleep(0.05)
-        left = sandboxes()
-    assert not left, "a sandbox is still there"
+    until(lambda: not sandboxes(), "a sandbox is still there")

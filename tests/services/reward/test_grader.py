@@ -5,7 +5,6 @@ import contextlib
 import os
 import resource
 import signal
-import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from common.settings.sections import RewardSection
 from common.wire.schemas import RewardItem
 from services.reward.pool import CallFailed
 from services.reward.service import RewardService
+from tests.support.processes.waits import comes
 
 pytestmark = pytest.mark.integration
 
@@ -119,14 +119,6 @@ def workers() -> list[psutil.Process]:
     return found
 
 
-async def until(condition: object, limit_s: float = 400) -> None:
-    assert callable(condition)
-    start = time.monotonic()
-    while not condition():
-        assert time.monotonic() - start < limit_s, "it did not happen in time"
-        await asyncio.sleep(0.02)
-
-
 @pytest.fixture
 async def grader() -> AsyncIterator[RewardService]:
     async with RewardService(
@@ -199,7 +191,7 @@ async def test_more_waiting_answers_than_the_queue_holds_are_refused(
         busy = [
             asyncio.create_task(grader.score([boxed(HANGING, NO_NUMBER)] * 2)) for _ in range(4)
         ]
-        await until(lambda: grader.stats()["unfinished"] == 8)
+        await comes(lambda: grader.stats()["unfinished"] == 8)
         with pytest.raises(NotReady):
             await grader.score([boxed("x+1", "1+x")])
         [plain] = await grader.score([boxed("18")])
@@ -215,7 +207,7 @@ async def test_cancelling_frees_the_workers() -> None:
     ) as grader:
         await grader.ready()
         task = asyncio.create_task(grader.score([boxed(HANGING, NO_NUMBER)] * 20))
-        await until(lambda: grader.stats()["unfinished"] == 20)
+        await comes(lambda: grader.stats()["unfinished"] == 20)
         await asyncio.sleep(0.2)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -229,7 +221,7 @@ async def test_cancelling_frees_the_workers() -> None:
 async def test_idle_workers_killed_from_outside_are_replaced_and_cost_no_answer(
     grader: RewardService,
 ) -> None:
-    await until(lambda: len(workers()) == 4)  # two of them are spares
+    await comes(lambda: len(workers()) == 4)  # two of them are spares
     victims = workers()
     for victim in victims:
         victim.kill()
@@ -247,12 +239,12 @@ async def test_an_answer_sent_to_workers_that_died_before_they_read_it_goes_to_a
         RewardSection(workers=1, functions=[MathReward(timeout_s=100)])
     ) as grader:
         await grader.ready()
-        await until(lambda: sum(pool._idle.qsize() for pool in grader._pools) == 2)
+        await comes(lambda: sum(pool._idle.qsize() for pool in grader._pools) == 2)
         victims = workers()
         for victim in victims:
             victim.suspend()  # it cannot read its input
         task = asyncio.create_task(grader.score([boxed("x+1", "1+x")]))
-        await until(lambda: grader.stats()["unfinished"] == 1)
+        await comes(lambda: grader.stats()["unfinished"] == 1)
         await asyncio.sleep(0.1)
         for victim in victims:
             victim.kill()
@@ -267,7 +259,7 @@ async def test_a_worker_killed_while_it_starts_fails_no_answer() -> None:
     ) as grader:
         await grader.ready()
         (pool,) = grader._pools
-        await until(lambda: pool._idle.qsize() == 2)
+        await comes(lambda: pool._idle.qsize() == 2)
         spawn, failures = pool._spawn, [CallFailed("died", "killed while it started")]
 
         async def once() -> Any:
@@ -288,7 +280,7 @@ async def test_a_worker_killed_while_it_grades_is_an_error_and_not_a_zero() -> N
     ) as grader:
         await grader.ready()
         task = asyncio.create_task(grader.score([boxed(HANGING, NO_NUMBER), boxed("x+1", "1+x")]))
-        await until(
+        await comes(
             lambda: any(sum(worker.cpu_times()[:2]) > 0.5 for worker in workers())
         )  # one worker is busy
         for worker in workers():  # the busy one, and its spare
@@ -318,12 +310,12 @@ async def test_graders_lost_while_no_file_can_be_opened_are_replaced_afterwards(
     try:
         # as if one had died; closing its connection would make room for another file
         pool._missing.release()
-        await until(lambda: "no grader can be started" in caplog.text)
+        await comes(lambda: "no grader can be started" in caplog.text)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     assert pool._filling is not None
     assert not pool._filling.done()
-    await until(lambda: pool._missing.locked())
+    await comes(lambda: pool._missing.locked())
 
 
 async def test_graders_that_never_start_fail_every_answer(

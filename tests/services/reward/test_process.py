@@ -5,8 +5,7 @@ import signal
 import socket
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Protocol
 
@@ -16,17 +15,11 @@ import pytest
 
 from tests.support.paths import ROOT
 from tests.support.processes.processes import alive
+from tests.support.processes.waits import until
 
 pytestmark = pytest.mark.integration
 
 HANG = {"response": "\\boxed{\\sum_{i=1}^{1000000000} \\frac{1}{i}}", "ground_truth": "x"}
-
-
-def until(condition: Callable[[], bool]) -> None:
-    start = time.monotonic()
-    while not condition():
-        assert time.monotonic() - start < 400, "it did not happen in time"
-        time.sleep(0.05)
 
 
 class Server:
@@ -49,14 +42,13 @@ class Server:
                 *more,
             )
         command += ["--state_dir", str(state), *more]
-        self.process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.DEVNULL)
+        self.process = subprocess.Popen(command, cwd=ROOT)  # pytest shows its log
         self.http = httpx.Client(base_url=f"http://127.0.0.1:{port}", trust_env=False, timeout=400)
         self.graders: list[psutil.Process] = []
-        until(self.healthy)
+        until(self.healthy, "it is healthy", self.process)
         self.note_graders()
 
     def healthy(self) -> bool:
-        assert self.process.poll() is None, "the server ended"
         try:
             return self.http.get("/health").status_code == 200
         except httpx.TransportError:
@@ -76,7 +68,7 @@ class Server:
         )
         head += f"Content-Length: {len(body)}\r\n\r\n"
         client.sendall(head.encode() + body)
-        until(lambda: self.unfinished() == 10)
+        until(lambda: self.unfinished() == 10, "ten answers wait", self.process)
         return client
 
     def left(self) -> list[psutil.Process]:

@@ -5,7 +5,6 @@ import contextlib
 import os
 import signal
 import subprocess
-import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -39,6 +38,7 @@ from services.rollout.router import router_command
 from tests.support.paths import ROOT
 from tests.support.processes.forks import Forked
 from tests.support.processes.ports import free_port
+from tests.support.processes.waits import until
 
 _P = TypeVar("_P", "subprocess.Popen[bytes]", Forked)
 SGLANG = ROOT / ".venv-sglang"
@@ -134,7 +134,6 @@ def start(
     ready: Callable[[], bool],
     *,
     env: dict[str, str] | None = None,
-    limit_s: float = 400,
 ) -> subprocess.Popen[bytes]:
     """Starts a process and returns it once ready; raises an error with its log otherwise.
 
@@ -151,17 +150,16 @@ def start(
             env=environment,
             start_new_session=True,
         )
-    return _ready(process, log, ready, limit_s)
+    return _ready(process, log, ready)
 
 
-def _ready(process: _P, log: Path, ready: Callable[[], bool], limit_s: float = 400) -> _P:
-    limit = time.monotonic() + limit_s
-    while time.monotonic() < limit and process.poll() is None:
-        if ready():
-            return process
-        time.sleep(0.1)
-    end(process)
-    raise AssertionError(f"it is not ready:\n{log.read_text()}")
+def _ready(process: _P, log: Path, ready: Callable[[], bool]) -> _P:
+    try:
+        until(ready, log, process)
+    except BaseException:
+        end(process)
+        raise
+    return process
 
 
 def end(process: "subprocess.Popen[bytes] | Forked") -> None:
@@ -256,7 +254,7 @@ def sglang_process(
         f"http://127.0.0.1:{port}",
     )
     env = engine_env(config) | Topology().loopback_env() | {"PYTHONPATH": str(PLUGIN)}
-    process = start(command, log, lambda: answers(f"{url}/health"), env=env, limit_s=400)
+    process = start(command, log, lambda: answers(f"{url}/health"), env=env)
     try:
         yield url
     finally:
@@ -286,10 +284,7 @@ def router_process(worker_url: str | Sequence[str], log: Path, **settings: Any) 
             httpx.post(
                 f"{url}/workers", json={"url": worker}, trust_env=False, timeout=60
             ).raise_for_status()
-        limit = time.monotonic() + 400
-        while len(routed(url)) < len(worker_urls):
-            assert time.monotonic() < limit, f"the router lists {routed(url)}:\n{log.read_text()}"
-            time.sleep(0.1)
+        until(lambda: len(routed(url)) >= len(worker_urls), log, process)
         yield url
     finally:
         end(process)

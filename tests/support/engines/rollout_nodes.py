@@ -1,6 +1,5 @@
 """Rollout nodes as real processes, each on its own loopback address."""
 
-import asyncio
 import contextlib
 import os
 import shutil
@@ -21,6 +20,7 @@ from common.process.topology import REWARD, ROLLOUT, TRAINER, LocalHost, format_
 from common.weights.checksums import checksum
 from common.wire.schemas import WeightFile, WeightManifest, WorkerReport
 from tests.support.paths import ROOT
+from tests.support.processes.waits import comes
 from trainer.cli.tiny_base import make_model, make_tokenizer
 from trainer.weights.board import WeightBoard
 
@@ -203,11 +203,11 @@ class Cluster:
 
 
 async def until(condition: Callable[[], bool], what: str, cluster: Cluster) -> None:
-    limit = time.monotonic() + 400
-    while not condition():
+    def said() -> str:
         output = "".join(node.output.read_text()[-3000:] for node in cluster.nodes)
-        assert time.monotonic() < limit, f"never: {what}; reports: {cluster.reports()}\n{output}"
-        await asyncio.sleep(0.1)
+        return f"{output}\nnever: {what}; reports: {cluster.reports()}"
+
+    await comes(condition, said)
 
 
 async def generate(rollout: RolloutClient) -> int:

@@ -1,5 +1,6 @@
 """Rollout nodes with the trainer's own publisher, for every way to bring weights into engines."""
 
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from common.process.topology import TRAINER
 from common.wire.schemas import Broadcast, WorkerReport
 from learning.weight_group import digest
 from tests.support.engines.rollout_nodes import GROUP, TRAINER_PORT, Cluster, Node, names
+from tests.support.processes.waits import LIMIT_S, until
 from trainer.backends.server import BackgroundServer, create_trainer_app
 from trainer.weights.broadcast import Broadcaster
 from trainer.weights.publisher import Publisher
@@ -26,6 +28,8 @@ _SETTINGS = {"RLHF_LIMITS__FENCE_AFTER_S": str(PATIENCE_S)}
 
 class SyncedNodes(Cluster):
     """Two rollout nodes and the publishing side of a trainer."""
+
+    patience_s = LIMIT_S
 
     def __init__(self, directory: Path, **settings: str) -> None:
         self.settings = _SETTINGS | settings
@@ -86,6 +90,14 @@ class SyncedNodes(Cluster):
 
     def output(self) -> str:
         return "".join(node.output.read_text() for node in self.nodes)
+
+    def until(self, condition: Callable[[], bool], what: str) -> None:
+        """Waits until the condition holds; fails with what the nodes said."""
+
+        def said() -> str:
+            return f"{self.output()}\nnever: {what}; reports: {self.reports()}"
+
+        until(condition, said, limit_s=self.patience_s)
 
     def healthy(self) -> bool:
         return all(node.healthy() for node in self.nodes)

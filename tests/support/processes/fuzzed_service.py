@@ -2,7 +2,6 @@
 
 import os
 import subprocess
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -12,6 +11,7 @@ import psutil
 
 from tests.support.processes.forks import Forked
 from tests.support.processes.ports import free_port
+from tests.support.processes.waits import until
 
 SECONDS = int(os.environ.get("FUZZ_SECONDS", "0"))
 """Seconds of fuzzing per service in the long form (`make fuzz`); 0: a fixed small number of
@@ -31,17 +31,13 @@ class Service:
 
     def ready(self) -> bool:
         """Returns whether it is healthy; an agent whose node is not started never is."""
-        assert self.process.poll() is None, self.log.read_text()[-3000:]
         try:
             return self.http.get("/health").status_code == (503 if self.name == "agent" else 200)
         except httpx.TransportError:
             return False
 
     def wait(self) -> None:
-        limit = time.monotonic() + 400
-        while not self.ready():
-            assert time.monotonic() < limit, self.log.read_text()[-3000:]
-            time.sleep(0.1)
+        until(self.ready, self.log, self.process)
 
     def memory_mb(self) -> float:
         """Returns the resident memory of the process and its children."""

@@ -4,7 +4,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 import uuid
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,9 +11,8 @@ from typing import NamedTuple
 
 from tests.support.paths import ROOT
 from tests.support.processes.processes import marked
+from tests.support.processes.waits import LIMIT_S, until
 from trainer.observe.run_dir import read_lines
-
-LIMIT_S = 400
 
 
 class KilledRun(NamedTuple):
@@ -44,11 +42,7 @@ def run_with_kill(
         output.open("w") as log,
         subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=log) as group,
     ):
-        limit = time.monotonic() + LIMIT_S
-        while len(read_lines(metrics)) < after_step:
-            assert group.poll() is None, output.read_text()[-4000:]
-            assert time.monotonic() < limit, output.read_text()[-4000:]
-            time.sleep(0.02)
+        until(lambda: len(read_lines(metrics)) >= after_step, output, group)
         os.kill(min(marked(mark, f"-m {module}")), signal.SIGKILL)
         status = group.wait(timeout=LIMIT_S)
     text = output.read_text()

@@ -3,7 +3,6 @@
 import os
 import subprocess
 import sys
-import time
 import uuid
 from collections.abc import Callable
 from pathlib import Path
@@ -11,8 +10,7 @@ from pathlib import Path
 import psutil
 
 from tests.support.paths import ROOT
-
-LIMIT_S = 400
+from tests.support.processes.waits import LIMIT_S, until
 
 
 class LocalRun:
@@ -76,12 +74,16 @@ class LocalRun:
         path = self.logs / f"{node}.log"
         return path.read_text() if path.exists() else ""
 
+    def _nodes(self) -> list[str]:
+        return sorted(path.stem for path in self.logs.glob("*.log"))
+
     def wait_for(self, condition: Callable[[], bool]) -> None:
-        """Waits until the condition holds; fails after five minutes."""
-        limit = time.monotonic() + LIMIT_S
-        while not condition():
-            assert time.monotonic() < limit, "it did not happen"
-            time.sleep(0.02)
+        """Waits until the condition holds; fails with all logs, also when the runner has ended in
+        vain.
+        """
+        process = self.process
+        running = [process] if process is not None and process.poll() is None else []
+        until(condition, lambda: "\n".join(map(self.log, self._nodes())), *running)
 
     def marked(self) -> list[psutil.Process]:
         """Returns the live processes of this run, the runner included."""

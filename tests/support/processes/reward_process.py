@@ -19,9 +19,7 @@ def reward_server(port: int, state_dir: Path) -> Iterator[subprocess.Popen[bytes
         "STATE_DIR": str(state_dir),
     }
     command = [sys.executable, "-m", "services.reward"]
-    process = subprocess.Popen(
-        command, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-    )
+    process = subprocess.Popen(command, cwd=ROOT, env=environment)  # pytest shows its log
     try:
         yield process
     finally:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from common.settings.config import Config, load
 from tests.support.paths import ROOT
+from tests.support.processes.waits import LIMIT_S
 
 
 def audited(model: Path, run_dir: Path, *more: str) -> Config:
@@ -36,7 +37,7 @@ def command(*words: str) -> tuple[int, str]:
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=600,
+        timeout=LIMIT_S,
         check=False,
     )
     return done.returncode, done.stderr + done.stdout
