@@ -3,7 +3,6 @@ counts."""
 
 import json
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from checks.gpu_check.__main__ import check, parse
 from checks.gpu_check.harness import Claim, Findings, Outcome, leave, run
 from checks.gpu_check.sections import BASE, PARTS, SECTIONS
 from tests.support.processes.processes import alive
+from tests.support.processes.waits import until
 
 GOOD = {"error": "", "claims": [], "figures": {"x": 1.5}, "tables": {}}
 LEAVE = (
@@ -135,8 +135,7 @@ def test_processes_that_a_section_leaves_behind_are_ended(tmp_path: Path) -> Non
 
 
 def _wait_gone(pid: int) -> None:
-    while alive(pid):
-        time.sleep(0.05)
+    until(lambda: not alive(pid), "it ends")
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])

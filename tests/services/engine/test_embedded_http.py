@@ -5,7 +5,6 @@ import asyncio
 import contextlib
 import os
 import re
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from common.process.topology import WRONG_SETTING
 from tests.support.engines.engines import answers, end, engine_process, write_model
 from tests.support.processes.forks import Forked
 from tests.support.processes.ports import free_port
+from tests.support.processes.waits import until
 
 pytestmark = pytest.mark.integration
 
@@ -240,11 +240,7 @@ def test_embedded_a_crash_of_the_engine_ends_the_process(tmp_path: Path) -> None
         log=log,
     )
     try:
-        limit = time.monotonic() + 400
-        while not answers(f"{url}/health"):
-            assert process.poll() is None, log.read_text()
-            assert time.monotonic() < limit, log.read_text()
-            time.sleep(0.05)
+        until(lambda: answers(f"{url}/health"), log, process)
         body = {"input_ids": IDS, "sampling_params": {"ignore_eos": True}}
         with contextlib.suppress(httpx.TransportError):
             httpx.post(f"{url}/generate", json=body, trust_env=False, timeout=400)

@@ -11,7 +11,6 @@ import shutil
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -30,6 +29,7 @@ from tests.support.environments import fake_containers
 from tests.support.environments.environments import Served, request_for, served
 from tests.support.errors import raises
 from tests.support.paths import ROOT
+from tests.support.processes.waits import comes, until
 
 pytestmark = pytest.mark.integration
 AGENT = ROOT / "examples" / "coding_agent" / "agent.py"
@@ -324,18 +324,13 @@ async def test_a_container_ends_with_its_episode(
         # The second way: the request is deleted.
         server.engine.asked.clear()
         running = asyncio.create_task(play(server, task))
-        await until(lambda: bool(server.engine.asked))
+        await comes(lambda: bool(server.engine.asked))
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
-        await until(lambda: not server.service.stats()["sessions"])
+        await comes(lambda: not server.service.stats()["sessions"])
     assert fake_containers.running(state) == []
     if kind == "real docker":
         assert shown(*LISTED["docker"]) == ""
-
-
-async def until(holds: Callable[[], bool]) -> None:
-    while not holds():  # noqa: ASYNC110
-        await asyncio.sleep(0.01)
 
 
 def shown(*words: str) -> str:
@@ -404,16 +399,13 @@ def test_containers_of_a_killed_server_end_and_the_next_server_removes_the_rest(
     listing = LISTED[settings.kind]
     if kind == "real kubernetes":
         listing = (*listing, "--field-selector", "status.phase==Running")
-    while shown(*listing):
-        time.sleep(0.05)
+    until(lambda: not shown(*listing))
     leave_one(settings.kind, image, owner)
-    while not shown(*listing):
-        time.sleep(0.05)
+    until(lambda: shown(*listing))
     load(8)
     assert shown(*listing), "it is another server's"
     load(7)
-    while shown(*listing):
-        time.sleep(0.05)
+    until(lambda: not shown(*listing))
 
 
 async def test_what_docker_is_told(section: Make, state: Path, task: Path) -> None:

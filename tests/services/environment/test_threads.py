@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 
 import pytest
 
+from common.process.daemon_threads import in_daemon_thread
 from common.process.loop_thread import LoopThread
 from common.wire.schemas import Episode
 from services.environment import threads as threads_module
@@ -469,7 +470,6 @@ def test_a_tool_that_sets_an_alarm_is_called_in_the_main_thread() -> None:
 
 def test_a_loop_of_users_runs_when_it_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
     """One whose thread begins late would count as blocked."""
-    start = threads_module.in_daemon_thread
     begins = threading.Event()
 
     def start_late(function: Callable[[], None], name: str) -> object:
@@ -477,7 +477,7 @@ def test_a_loop_of_users_runs_when_it_is_there(monkeypatch: pytest.MonkeyPatch) 
             begins.wait()
             function()
 
-        return start(begin, name)
+        return in_daemon_thread(begin, name)
 
     monkeypatch.setattr(threads_module, "in_daemon_thread", start_late)
     threading.Timer(0.1, begins.set).start()

@@ -5,8 +5,7 @@ import asyncio
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -17,6 +16,7 @@ from common.errors import ConfigError, ServiceError
 from common.process.topology import WRONG_SETTING
 from services.rollout.supervision import ChildFailed, SupervisedProcess, Timing
 from tests.support.processes.processes import alive
+from tests.support.processes.waits import comes
 
 pytestmark = pytest.mark.integration
 
@@ -42,13 +42,6 @@ async def main():
                             on_up=up, on_down=lambda reason: (folder / "down").write_text(reason)).run()
 asyncio.run(main())
 """
-
-
-async def until(condition: Callable[[], bool], what: str) -> None:
-    limit = time.monotonic() + 400
-    while not condition():
-        assert time.monotonic() < limit, f"never: {what}"
-        await asyncio.sleep(0.02)
 
 
 class Rig:
@@ -97,11 +90,11 @@ class Rig:
 async def test_killed_child_is_started_again(tmp_path: Path) -> None:
     rig = Rig(tmp_path)
     async with rig.running():
-        await until(lambda: rig.child.up, "up")
+        await comes(lambda: rig.child.up, "up")
         first = rig.child.pid
         assert first is not None
         psutil.Process(first).children()[0].kill()
-        await until(lambda: rig.ups == 2, "up again")
+        await comes(lambda: rig.ups == 2, "up again")
         assert len(rig.downs) == 1
         assert rig.downs[0].startswith("the process was killed by SIGKILL (status 137")
         second = rig.child.pid
@@ -114,9 +107,9 @@ async def test_killed_child_is_started_again(tmp_path: Path) -> None:
 async def test_child_that_hangs_is_killed_and_started_again(tmp_path: Path) -> None:
     rig = Rig(tmp_path)
     async with rig.running():
-        await until(lambda: rig.child.up, "up")
+        await comes(lambda: rig.child.up, "up")
         rig.flag.unlink()
-        await until(lambda: rig.ups == 2, "up again")
+        await comes(lambda: rig.ups == 2, "up again")
         assert "killed: no flag" in rig.downs[0]
 
 
@@ -127,13 +120,13 @@ async def test_a_supervisor_that_was_stopped_itself_does_not_blame_the_child(
     answers = tmp_path / "answers"
     with subprocess.Popen([sys.executable, "-c", SUPERVISOR, str(tmp_path)]) as supervisor:  # noqa: ASYNC220
         try:
-            await until(lambda: answers.exists() and len(answers.read_text()) > 2, "healthy")
-            await until((tmp_path / "asking").exists, "in the middle of a probe")
+            await comes(lambda: answers.exists() and len(answers.read_text()) > 2, "healthy")
+            await comes((tmp_path / "asking").exists, "in the middle of a probe")
             supervisor.send_signal(signal.SIGSTOP)
             seen = len(answers.read_text())
             await asyncio.sleep(6)
             supervisor.send_signal(signal.SIGCONT)
-            await until(
+            await comes(
                 lambda: len(answers.read_text()) > seen + 3 or (tmp_path / "down").exists(),
                 "goes on",
             )
@@ -145,9 +138,9 @@ async def test_a_supervisor_that_was_stopped_itself_does_not_blame_the_child(
 async def test_restart_on_request(tmp_path: Path) -> None:
     rig = Rig(tmp_path)
     async with rig.running():
-        await until(lambda: rig.child.up, "up")
+        await comes(lambda: rig.child.up, "up")
         rig.child.restart("wanted")
-        await until(lambda: rig.ups == 2, "up again")
+        await comes(lambda: rig.ups == 2, "up again")
         assert rig.downs == ["wanted"]
 
 
@@ -183,10 +176,10 @@ async def test_child_that_is_killed_again_and_again_is_always_started_again(tmp_
     rig = Rig(tmp_path)
     async with rig.running():
         for count in range(1, FAST.max_failed_starts + 2):
-            await until(lambda: rig.ups == count and rig.child.pid is not None, f"start {count}")  # noqa: B023
+            await comes(lambda: rig.ups == count and rig.child.pid is not None, f"start {count}")  # noqa: B023
             assert rig.child.pid is not None
             psutil.Process(rig.child.pid).children()[0].kill()
-        await until(lambda: rig.ups == FAST.max_failed_starts + 2, "up again")
+        await comes(lambda: rig.ups == FAST.max_failed_starts + 2, "up again")
 
 
 LOADS = """
@@ -224,7 +217,7 @@ class Loading(Rig):
 async def test_child_that_loads_slowly_is_waited_for(tmp_path: Path, part: str) -> None:
     rig = Loading(tmp_path, part)
     async with rig.running() as run:
-        await until(lambda: rig.child.up or run.done(), "up")
+        await comes(lambda: rig.child.up or run.done(), "up")
         assert (rig.child.up, rig.child.starts) == (True, 1)
 
 
