@@ -5,8 +5,7 @@ import asyncio
 import json
 import os
 import signal
-import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,6 +30,7 @@ from tests.support.engines.engines import (
 from tests.support.engines.recording_engines import recorders
 from tests.support.processes.forks import Forked
 from tests.support.processes.lossy_proxy import LossyProxy
+from tests.support.processes.waits import comes
 from trainer.evaluation.generators import ChatGenerator
 
 CONTROL = [
@@ -61,13 +61,6 @@ async def generate(client: RolloutClient, n: int = 2, tokens: int = 4) -> list[C
     return await client.generate(
         [5, 6, 7], n=n, max_new_tokens=tokens, temperature=0.7, stop_token_ids=[1]
     )
-
-
-async def until(condition: Callable[[], bool], what: str) -> None:
-    limit = time.monotonic() + 400
-    while not condition():
-        assert time.monotonic() < limit, f"never: {what}"
-        await asyncio.sleep(0.05)
 
 
 async def reconciled(registry: RouterClient, url: str, wanted: bool) -> None:
@@ -235,7 +228,7 @@ async def test_a_request_waits_for_the_first_engine(router: str, tmp_path: Path)
         ):
             _, answers = watched(client)
             group = asyncio.create_task(generate(client))
-            await until(lambda: len(answers) > 1, "refused without an engine")
+            await comes(lambda: len(answers) > 1, "refused without an engine")
             await asyncio.gather(
                 *(registry.reconcile(engine_url, lambda: True) for _ in range(5))
             )  # smg: 409
@@ -342,12 +335,12 @@ async def test_a_paused_engine_stays_and_its_requests_wait(
     paused.control("/pause_generation", mode="retract")
     before = paused.answered("/health")
     running = groups(client, 8)
-    await until(
+    await comes(
         lambda: paused.answered("/health") >= before + 5, "five health checks"
     )  # three failures remove it
     assert pool.routed() == {engine.url for engine in pool.engines}
     running += groups(client, 8)  # the router also keeps an engine that finishes nothing
-    await until(
+    await comes(
         lambda: paused.waiting() == 16,
         "half of the requests, of two completions each, wait in the paused engine",
     )
@@ -360,20 +353,20 @@ async def test_engines_come_and_go_while_requests_run(pool: Pool, client: Rollou
     begun = second.answered()
     first.control("/pause_generation", mode="retract")
     running = groups(client, 8)
-    await until(
+    await comes(
         lambda: first.waiting() == 8, "four requests of two completions wait in the first engine"
     )
     third = pool.start()
     async with RouterClient("router", pool.router_url) as registry:
         await reconciled(registry, third.url, wanted=True)
         running += groups(client, 12)
-        await until(
+        await comes(
             lambda: (second.answered(), third.answered()) == (begun + 8, 4),
             "every third request in the third engine",
         )
 
         await reconciled(registry, first.url, wanted=False)
-    await until(lambda: pool.routed() == {second.url, third.url}, "the first engine is out")
+    await comes(lambda: pool.routed() == {second.url, third.url}, "the first engine is out")
     before = (first.waiting(), second.answered(), third.answered())
     await whole(groups(client, 8))
     assert (first.waiting(), second.answered(), third.answered()) == (
@@ -394,7 +387,7 @@ async def test_no_request_is_lost_with_a_killed_engine_and_it_comes_back(
     kept, killed = pool.engines
     killed.control("/pause_generation", mode="retract")
     running = groups(client, 32)
-    await until(
+    await comes(
         lambda: killed.waiting() == 32,
         "sixteen requests of two completions in the engine that is killed",
     )
@@ -403,7 +396,7 @@ async def test_no_request_is_lost_with_a_killed_engine_and_it_comes_back(
 
     back = pool.start(port=httpx.URL(killed.url).port)
     pool.engines = [kept, back]
-    await until(lambda: pool.routed() == {kept.url, back.url}, "both are healthy again")
+    await comes(lambda: pool.routed() == {kept.url, back.url}, "both are healthy again")
     await whole(groups(client, 8))
     assert back.answered() == 4
 
@@ -416,12 +409,12 @@ async def test_engines_that_failed_often_get_traffic_at_once_when_they_are_back(
     for engine in pool.engines:
         engine.kill()
     running = groups(client, 20)
-    await until(
+    await comes(
         lambda: sum(answer.status_code == 500 for answer in answers) >= 20,
         "each of 20 requests failed, after six tries of the router",
     )
     pool.engines = [pool.start(port=httpx.URL(engine.url).port) for engine in pool.engines]
-    await until(
+    await comes(
         lambda: pool.routed() == {engine.url for engine in pool.engines}, "both are healthy again"
     )
     before = [engine.answered() for engine in pool.engines]
@@ -438,9 +431,9 @@ async def test_lost_answer_about_an_engine_changes_nothing(pool: Pool) -> None:
     proxy = LossyProxy(int(pool.router_url.rpartition(":")[2]))
     async with proxy.running() as url, RouterClient("router", url) as registry:
         await reconciled(registry, first, wanted=False)
-        await until(lambda: pool.routed() == {second}, "the first engine is out")
+        await comes(lambda: pool.routed() == {second}, "the first engine is out")
         await reconciled(registry, first, wanted=True)
-        await until(lambda: pool.routed() == {first, second}, "the first engine is in")
+        await comes(lambda: pool.routed() == {first, second}, "the first engine is in")
     removals = [
         count for call, count in proxy.forwarded.items() if call.startswith("DELETE /workers/")
     ]
