@@ -161,7 +161,6 @@ def test_results_gradients_and_what_travels_are_as_by_hand(
 # dynamo triggers this warning.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 @pytest.mark.parametrize("seed", [0, 3, 5])
-@pytest.mark.slow
 @pytest.mark.integration
 def test_experts_between_the_exchanges_are_one_graph(
     seed: int, monkeypatch: pytest.MonkeyPatch

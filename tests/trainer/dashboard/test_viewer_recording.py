@@ -198,7 +198,7 @@ def test_a_run_ended_by_dropped_groups_records_them(base_model: Path, tmp_path: 
     assert read_group(run_dir(config), 1, 2) is not None
 
 
-@pytest.mark.slow
+@pytest.mark.integration
 def test_a_resumed_run_has_no_groups_of_lost_steps(base_model: Path, tmp_path: Path) -> None:
     config = tiny(base_model, tmp_path)
     train(config)

@@ -367,7 +367,6 @@ def test_a_student_that_is_its_own_teacher_learns_nothing_and_another_teacher_is
 
 
 @pytest.mark.integration
-@pytest.mark.slow
 def test_a_resumed_run_with_a_teacher_goes_on_as_an_unbroken_one(
     damaged: Path, run: Callable[..., Config], serve: Callable[[Path], tuple[Served, str]]
 ) -> None:
@@ -383,7 +382,6 @@ def test_a_resumed_run_with_a_teacher_goes_on_as_an_unbroken_one(
 
 
 @pytest.mark.integration
-@pytest.mark.slow
 def test_a_group_that_the_teacher_does_not_score_is_dropped_counted_and_tried_again(
     damaged: Path, run: Callable[..., Config], serve: Callable[[Path], tuple[Served, str]]
 ) -> None:
