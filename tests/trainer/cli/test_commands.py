@@ -11,7 +11,6 @@ import shlex
 import signal
 import subprocess
 import sys
-import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,7 @@ from tests.support.errors import raises
 from tests.support.paths import ROOT
 from tests.support.processes.forks import Forked
 from tests.support.processes.hub import data_set, hub
+from tests.support.processes.waits import until
 from trainer.api.settings import TrainerConfig
 from trainer.cli import evaluate_model, train_math
 from trainer.cli.commands import setting
@@ -364,12 +364,7 @@ def test_ctrl_c_ends_training_with_130_and_says_how_to_go_on(
     ]
     log = tmp_path / "log"
     process = Forked("trainer.train_math", *words, log=log)
-    limit = time.monotonic() + 400
-    while (
-        not (tmp_path / "run" / "checkpoints" / "step_000001").exists() and time.monotonic() < limit
-    ):
-        assert process.poll() is None, log.read_text()
-        time.sleep(0.05)
+    until((tmp_path / "run" / "checkpoints" / "step_000001").exists, log, process)
     process.send_signal(signal.SIGINT)
     status, said = process.wait(400), log.read_text()
     assert status == 130, said
