@@ -24,6 +24,7 @@ from tests.support.engines.engines import (
     write_model,
 )
 from tests.support.engines.rollout_nodes import GROUP, TRAINER_PORT, Node, names
+from tests.support.processes.waits import until
 from trainer.backends.server import BackgroundServer, create_trainer_app
 from trainer.weights.board import WeightBoard
 from trainer.weights.broadcast import Broadcaster
@@ -85,10 +86,7 @@ class Rig:
             )
 
     def until(self, condition: Callable[[], bool], what: str) -> None:
-        limit = time.monotonic() + 400
-        while not condition():
-            assert time.monotonic() < limit, f"never: {what}\n{self.said()[-6000:]}"
-            time.sleep(0.1)
+        until(condition, lambda: f"{self.said()}\n{what}", self.node.process)
 
     def said(self) -> str:
         """Returns the node's output without SGLang's log lines about health checks."""

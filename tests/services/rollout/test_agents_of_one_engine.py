@@ -8,8 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
@@ -41,14 +40,6 @@ START = "starting engine: "
 
 class Engine(SyncedNodes):
     """Two nodes that form one engine."""
-
-    def until(self, condition: Callable[[], bool], what: str) -> None:
-        limit = time.monotonic() + 400
-        while not condition():
-            assert time.monotonic() < limit, (
-                f"never: {what}; reports: {self.reports()}\n{self.output()[-6000:]}"
-            )
-            time.sleep(0.1)
 
     def serves(self, version: int | None) -> bool:
         reports = [(each.name, each.state, each.version) for each in self.reports()]

@@ -4,8 +4,7 @@ way, and what happens when the second node is lost.
 
 import os
 import signal
-import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from functools import partial
 from pathlib import Path
 
@@ -26,9 +25,9 @@ from trainer.weights.comparison import Checksums
 pytestmark = [
     pytest.mark.integration,
     pytest.mark.slow,
+    pytest.mark.timeout(3600),
     pytest.mark.skipif(not sglang_is_installed(), reason="SGLang is not installed"),
 ]
-_LIMIT_S = 900.0
 SETTINGS = {
     "RLHF_ROLLOUT__ENGINE": "sglang",
     "RLHF_ROLLOUT__DEVICE": "cpu",
@@ -43,20 +42,14 @@ SETTINGS = {
 class EngineOverNodes(SyncedNodes):
     """Two nodes that form one engine, and the publishing side of a trainer."""
 
+    patience_s = 900.0
+
     def __init__(self, directory: Path) -> None:
         super().__init__(directory, **SETTINGS)
 
     def write_model(self) -> None:
         """Writes a model whose heads two ranks can share."""
         write_model(self.model, seed=0)
-
-    def until(self, condition: Callable[[], bool], what: str) -> None:
-        limit = time.monotonic() + _LIMIT_S
-        while not condition():
-            assert time.monotonic() < limit, (
-                f"never: {what}; reports: {self.reports()}\n{self.output()[-6000:]}"
-            )
-            time.sleep(0.2)
 
     def serves(self, run_id: str, version: int) -> bool:
         """Whether the one engine reports this version to the trainer, and gets traffic."""

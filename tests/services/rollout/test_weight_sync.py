@@ -5,8 +5,7 @@ import contextlib
 import os
 import signal
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 from torch import Tensor
@@ -22,15 +21,6 @@ def reports(cluster: SyncedNodes) -> dict[str, WorkerReport]:
     return {report.name: report for report in cluster.reports()}
 
 
-def until(cluster: SyncedNodes, condition: Callable[[], bool], what: str) -> None:
-    limit = time.monotonic() + 400
-    while not condition():
-        assert time.monotonic() < limit, (
-            f"never: {what}; reports: {cluster.reports()}\n{cluster.output()[-6000:]}"
-        )
-        time.sleep(0.1)
-
-
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SyncedNodes]:
     os.environ.update(Topology().loopback_env())
@@ -38,7 +28,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SyncedNodes]:
     with cluster.server:
         cluster.serve()
         try:
-            until(cluster, cluster.healthy, "both nodes healthy")
+            cluster.until(cluster.healthy, "both nodes healthy")
             yield cluster
         finally:
             for node in cluster.nodes:
@@ -49,7 +39,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SyncedNodes]:
 @pytest.fixture
 def both(cluster: SyncedNodes) -> SyncedNodes:
     """Waits until both nodes are healthy, on whatever weights the previous test left."""
-    until(cluster, cluster.healthy, "both nodes healthy")
+    cluster.until(cluster.healthy, "both nodes healthy")
     cluster.fenced.clear()
     return cluster
 
@@ -69,12 +59,12 @@ def test_an_engine_that_dies_midway_takes_files_and_is_back_in_the_next_group(
             yield item
 
     publisher.publish(killing(), 2)
-    until(both, lambda: both.serving("killed", 2), "weights 2 everywhere")
+    both.until(lambda: both.serving("killed", 2), "weights 2 everywhere")
     assert both.held() == [sums(new)] * 2
     assert "weights 2 were not broadcast, so they go over HTTP: " in caplog.text
     assert "rollout-server-1 is failed" in caplog.text
     assert "v000002" in both.files()
-    until(both, both.healthy, "both nodes healthy")
+    both.until(both.healthy, "both nodes healthy")
     new = both.weights()
     publisher.publish(new.items(), 3)
     assert both.held() == [sums(new)] * 2
@@ -89,12 +79,12 @@ def test_an_engine_that_dies_after_a_broadcast_takes_its_files_and_does_not_wait
     publisher = both.publisher("after", "distributed")
     new = both.weights()
     publisher.publish(new.items(), 1)
-    until(both, lambda: both.serving("after", 1), "weights 1 everywhere")
+    both.until(lambda: both.serving("after", 1), "weights 1 everywhere")
     node = both.nodes[1]
     said, starts = len(node.output.read_text()), node.status()["engine_starts"]
     node.engine().kill()
-    until(both, lambda: node.status()["engine_starts"] == starts + 1, "another engine was started")
-    until(both, lambda: both.serving("after", 1) and both.healthy(), "weights 1 everywhere again")
+    both.until(lambda: node.status()["engine_starts"] == starts + 1, "another engine was started")
+    both.until(lambda: both.serving("after", 1) and both.healthy(), "weights 1 everywhere again")
     assert both.held() == [sums(new)] * 2
     assert (
         "broadcast of weights 1 failed" not in node.output.read_text()[said:]
@@ -120,7 +110,7 @@ def test_an_engine_that_hangs_is_started_again_and_takes_files(
             "rollout-server-1"
         }  # empty if it is back before the publisher gives up on it
         assert "the engine is stuck in the broadcast of weights 2" in caplog.text
-        until(both, lambda: both.serving("hung", 2), "weights 2 everywhere")
+        both.until(lambda: both.serving("hung", 2), "weights 2 everywhere")
     finally:
         with contextlib.suppress(ProcessLookupError, Exception):
             hung.send_signal(signal.SIGCONT)
@@ -137,8 +127,7 @@ def test_a_node_that_comes_late_takes_files_and_is_in_the_next_group(
     publisher.publish(both.weights().items(), 1)
     both.nodes[1].end()
     publisher.publish(both.weights().items(), 2)  # by HTTP to the remaining node
-    until(
-        both,
+    both.until(
         lambda: list(reports(both)) == ["rollout-server-0"],
         "the other one is counted as gone",
     )
@@ -147,10 +136,10 @@ def test_a_node_that_comes_late_takes_files_and_is_in_the_next_group(
     latest = both.announced()
     assert sorted(latest.ranks) == ["rollout-server-0"]
     both.nodes[1] = both.start(1)
-    until(both, lambda: both.serving("late", 3), "weights 3 everywhere")
+    both.until(lambda: both.serving("late", 3), "weights 3 everywhere")
     assert both.held() == [sums(new)] * 2
     assert "v000003" in both.files()
-    until(both, both.healthy, "both nodes healthy")
+    both.until(both.healthy, "both nodes healthy")
     done = threading.Thread(
         target=publisher.publish, args=(new.items(), 4)
     )  # any single thread may publish
@@ -159,4 +148,4 @@ def test_a_node_that_comes_late_takes_files_and_is_in_the_next_group(
     latest = both.announced()
     assert not done.is_alive()
     assert sorted(latest.ranks) == ["rollout-server-0", "rollout-server-1"]
-    until(both, lambda: both.serving("late", 4), "weights 4 everywhere")
+    both.until(lambda: both.serving("late", 4), "weights 4 everywhere")
