@@ -29,12 +29,9 @@ def read_file(path: Path) -> Iterator[Row]:
                 raise ValueError(f"{where} is not an object with columns")
             yield where, row
     except UnicodeDecodeError as error:
-        stop(
-            f"{path.name} is not in UTF-8: {error.reason}, byte {error.start} is "
-            f"{error.object[error.start]:#04x}",
-            path,
-            "save the file in UTF-8",
-        )
+        where = error.reason if error.reason.startswith(path.name) else path.name
+        found = f"byte {error.start} is {error.object[error.start]:#04x}"
+        stop(f"{where} is not in UTF-8: {found}", path, "save the file in UTF-8")
     except (OSError, ValueError, RecursionError, csv.Error) as error:
         where = "" if str(error).startswith(path.name) else f"{path.name} cannot be read: "
         is_absent = isinstance(error, FileNotFoundError)
@@ -155,7 +152,7 @@ def _parse(data: bytes, where: str) -> Any:
             place = f"line {error.lineno}, {place}"
         raise ValueError(f"{where} is not JSON: {error.msg} ({place})") from None
     except UnicodeDecodeError as error:
-        error.reason = where
+        error.reason = where  # for `read_file`, which says what is wrong
         raise
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{where}: {error}") from None

@@ -40,7 +40,7 @@ def _load(folder: Path, text: str) -> spec.JobGroup:
         ),
         ("[main]", "[mian]", "primary_tasks", "the tasks are main"),
         ("run: echo", "rum: echo", "main.rum", "the known fields are"),
-        ("run: echo ran > ran\n", "setup: x\n", "main.run", "required"),
+        ("run: echo ran > ran\n", "setup: x\n", "main.run", "it is missing"),
         ("name: main\n", "name: main\nnum_nodes: 0\n", "main.num_nodes", "equal to 1"),
         ("name: main\n", "name: main\nnum_nodes: many\n", "main.num_nodes", "a valid integer"),
         ("name: main\n", "name: main\nworkdir: nowhere\n", "main.workdir", "does not exist"),

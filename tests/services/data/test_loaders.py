@@ -186,9 +186,9 @@ def test_a_file_of_another_encoding_is_told_what_to_do(tmp_path: Path) -> None:
     (tmp_path / "train.jsonl").write_bytes(b"\n" + row.encode("latin-1"))
     (tmp_path / "test.json").write_bytes(row.encode("utf-16"))
     told = refused(tmp_path)
-    assert "train.jsonl is not in UTF-8: train.jsonl, line 2, byte 17 is 0xe9" in told
+    assert "train.jsonl, line 2 is not in UTF-8: byte 17 is 0xe9" in told
     assert "save the file in UTF-8" in told
-    assert "test.json is not in UTF-8: test.json, byte 0 is 0xff" in refused(tmp_path, "eval")
+    assert "test.json is not in UTF-8: byte 0 is 0xff" in refused(tmp_path, "eval")
 
 
 def test_a_cell_may_be_as_long_as_any_text(tmp_path: Path) -> None:

@@ -333,7 +333,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "request_id": ({"request_id": "../x"}, "match"),
     "sampling.max_new_tokens": ({"sampling": {"max_new_tokens": 0}}, "greater than 0"),
     "limits.turns": ({"limits": {"turns": 0}}, "greater than 0"),
-    "limits.steps": ({"limits": {"steps": 3}}, "not permitted"),
+    "limits.steps": ({"limits": {"steps": 3}}, "there is no such field"),
 }
 
 

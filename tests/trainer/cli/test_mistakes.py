@@ -358,7 +358,11 @@ MISTAKES = [
     ("services.data", "--data.sorce math", "--data.sorce|math|did you mean --data.source?"),
     ("services.data", "--data.port 99999", "data.port|99999|65535"),
     ("services.reward", "--reward.functions mth", "reward.functions|mth|did you mean math?"),
-    ("services.reward", "--reward.functions judge", "reward.functions.judge.url|required"),
+    (
+        "services.reward",
+        "--reward.functions judge",
+        "reward.functions.judge.url|it is missing|give it",
+    ),
     ("services.rollout", "--rollout.engine sglng", "rollout.engine|sglng|did you mean sglang?"),
     ("services.replay", "--replay.reuse_ratio 1", "replay.reuse_ratio|1|less than 1"),
     (
