@@ -44,7 +44,9 @@ def refuse_foreign(directory: Path, field: str) -> None:
     directory: whatever else is in it would be lost.
     """
     path = directory.resolve()
-    is_foreign = path.is_dir() and any(path.iterdir()) and not (path / LOCK).exists()
+    # A runner that ends early leaves an empty folder for its logs.
+    files = (each for each in path.rglob("*") if not each.is_dir() and each.name != LOCK)
+    is_foreign = not (path / LOCK).exists() and next(files, None) is not None
     if is_foreign or Path.cwd().is_relative_to(path):
         raise ConfigError(
             "this is not the directory of a run, and everything in it would be lost",

@@ -245,6 +245,14 @@ def test_only_the_directory_of_a_run_is_emptied(local: "LocalRun", given: str) -
     assert mine.exists()
 
 
+def test_what_a_runner_that_ended_early_leaves_is_no_reason_to_refuse(local: "LocalRun") -> None:
+    logs = local.folder / "run" / "logs"
+    logs.mkdir(parents=True)
+    (logs / LOCK).touch()
+    status, _, _ = local.run(f"{HEADER}---\nname: main\nrun: echo there\n", "--clear", "run")
+    assert status == 0
+
+
 def test_without_primary_tasks_all_are_primary(local: "LocalRun") -> None:
     text = "name: small\nexecution: parallel\n---\nname: one\nrun: exit 3\n---\nname: two\nrun: sleep 0.3; echo whole\n"
     status, _, _ = local.run(text)
