@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from common.process.child import Child
+from jobgroup.local import node as node_module
 from jobgroup.local.node import Node
 from jobgroup.local.output import Screen
 from tests.support.processes.waits import comes
@@ -52,6 +53,8 @@ async def test_a_node_that_is_killed_while_it_starts_is_given_no_time(
         return child
 
     monkeypatch.setattr(Child, "start", start_late)
+    # It kills all children of the runner's process, which here is that of the tests.
+    monkeypatch.setattr(node_module, "_kill_orphans", lambda: None)
     node = node_of("trap '' TERM; echo deaf; sleep 3600", log, grace_s=3600)
     node.kill()
     assert await node.ended == 137
