@@ -133,7 +133,8 @@ _SIGN_OF_LABEL = re.compile("nswer|NSWER|inal|esult|hoice|ption|orrect|答|结�
 _LABEL = re.compile(
     rf"""\banswers?\b
         (?:\s(?:to|for|of|in|we|i|that|here|then|must|would|should|will)\b[^.\n:=!?$]{{0,80}}?)??
-        [\s*_`"')]{{0,4}}(?:{phrases("states")}\b(?:\s?:)?|[:：]|=>?|[-=]>|(?=\s{phrases("wavers")}\b))
+        [\s*_`"')]{{0,4}}
+        (?:{phrases("states")}\b(?:\s?:)?|[:：]|=>?|[-=]>|(?=\s{phrases("wavers")}\b))
     | \b(?:so|thus|hence|therefore),?\s(?:it\sis\s|it['’]s\s)?(?=(?:option|choice)\s\(?[A-H]\b)
     | \b(?:correct|right)\s(?:choice|option|value|number|result)\s{phrases("states")}\b
     | (?:^|[.\n])[\s#>*_-]{{0,8}}(?:final(?:\ result|\ value)?|result)[*_\s]{{0,4}}[:：]

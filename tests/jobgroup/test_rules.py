@@ -79,7 +79,7 @@ def test_gpus_are_shared_only_when_there_are_too_few(tmp_path: Path, count: int)
 
 
 def test_nodes_at_one_address_never_share_a_port(tmp_path: Path) -> None:
-    """Of any two runs, as on macOS; neighbouring ports of the YAML stay apart."""
+    """Neither do those of any two runs, as on macOS; neighbouring ports of the YAML stay apart."""
     made = group(tmp_path, num_nodes={"trainer": 9, "reward": 9, "data": 9})
     ports = [8000, 8002, 8003, 8006]
     taken: set[int] = set()

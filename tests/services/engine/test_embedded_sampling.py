@@ -205,7 +205,7 @@ def test_embedded_sampling_returns_a_greedy_token_as_the_only_one() -> None:
 def test_embedded_sampling_keeps_tokens_at_a_bound_as_sglang_does(
     top_p: float, min_p: float
 ) -> None:
-    """Of powers of two, whose sums and products are exact."""
+    """Sums and products of powers of two are exact."""
     probabilities = [0.5, 0.25, 0.125, 0.125]
     for top_k in (1.0, 2.0, 4.0, np.inf):
         kept, order = _truncate(
