@@ -109,8 +109,9 @@ def code_of(line: bytes) -> str:
     if line.startswith(b'{"time"'):
         with suppress(ValueError):
             return str(json.loads(line).get("code", ""))
-    _, _, facts = line.decode("utf-8", "replace").partition(f"{SEPARATOR}code: ")
-    return facts.partition(SEPARATOR)[0]
+    # The last one: what a client sent may stand before it, in the error's text.
+    _, found, facts = line.decode("utf-8", "replace").rpartition(f"{SEPARATOR}code: ")
+    return facts.partition(SEPARATOR)[0] if found else ""
 
 
 def _event_of(record: logging.LogRecord) -> Mapping[str, object]:

@@ -405,7 +405,7 @@ def _of_answers(groups: Sequence[Group]) -> Numbers:
     if len(answers) == sum(len(group.completions) for group in groups):
         ended = [answer for answer in answers if answer.finish_reason != "length"]
         lengths = {
-            "": [len(answer.token_ids) for answer in answers],
+            "": [len(answer.token_ids) for answer in answers] or [0],
             "terminated_": [len(answer.token_ids) for answer in ended] or [0],
         }
         for name, counts in lengths.items():

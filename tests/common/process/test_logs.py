@@ -120,6 +120,21 @@ def test_a_line_about_an_error_has_its_code_and_fields(
         assert " · code: rank_lost · seconds: 3\nstack\n" in written
 
 
+@pytest.mark.parametrize(
+    ("line", "code"),
+    [
+        ("GET /prompts · code: served · status: 200 · ms: 3", "served"),
+        ("GET /x: no · value: a · code: served · b · code: not_served · status: 422", "not_served"),
+        ('{"time": "now", "message": "GET /x", "code": "served"}', "served"),
+        ('{"time": half a line', ""),
+        ("step 3 of 40", ""),
+    ],
+)
+def test_a_line_tells_its_code(line: str, code: str) -> None:
+    """Not the one that a client wrote into what it sent."""
+    assert logs.code_of(line.encode()) == code
+
+
 def test_text_already_shown_goes_only_to_the_file(
     monkeypatch: pytest.MonkeyPatch,
     own_logging: None,

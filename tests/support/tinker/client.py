@@ -41,6 +41,16 @@ class Client:
         answer = await self.result(made["request_id"])
         return str(answer.json()["model_id"])
 
+    async def sampler_of_base(self) -> str:
+        self.session = (await self.post("create_session", tags=[]))["session_id"]
+        made = await self.post(
+            "create_sampling_session",
+            session_id=self.session,
+            sampling_session_seq_id=0,
+            base_model=BASE,
+        )
+        return str(made["sampling_session_id"])
+
     async def passes(self, run: str, seq: int, token: int = 5, loss: str = "cross_entropy") -> str:
         tokens = np.array([token], "<i4").tobytes()
         data = [{"model_input": [{"text": {"tokens": tokens}}]}]

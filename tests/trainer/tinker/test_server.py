@@ -773,14 +773,7 @@ def _logprobs(response: httpx.Response) -> list[float]:
 async def test_one_question_tells_what_a_sampler_has_finished(tmp_path: Path) -> None:
     engine = EchoEngine()
     async with serving(tmp_path, CountingLearner(), engine) as client:
-        client.session = (await client.post("create_session", tags=[]))["session_id"]
-        made = await client.post(
-            "create_sampling_session",
-            session_id=client.session,
-            sampling_session_seq_id=0,
-            base_model=BASE,
-        )
-        sampler = made["sampling_session_id"]
+        sampler = await client.sampler_of_base()
         answers = [await _sampled(client, sampler, seq=seq) for seq in (0, 1, 0)]
         assert answers[0].content == answers[2].content != answers[1].content
         target = {"sampling_session_id": sampler}
@@ -807,14 +800,7 @@ async def test_other_tokens_are_scored_where_the_client_asks(tmp_path: Path) -> 
     async with serving(
         tmp_path, CountingLearner(), EchoEngine(), stable_reinforce="cispo"
     ) as client:
-        client.session = (await client.post("create_session", tags=[]))["session_id"]
-        made = await client.post(
-            "create_sampling_session",
-            session_id=client.session,
-            sampling_session_seq_id=0,
-            base_model=BASE,
-        )
-        sampler = made["sampling_session_id"]
+        sampler = await client.sampler_of_base()
         dense = {"data": [9, -1, 3, 8], "dtype": "int64", "shape": [2, 2]}
         prompt = [5, 6, 7]
         answer = await _sampled(

@@ -16,7 +16,7 @@ from common.weights.checksums import checksum
 from services.rollout.engine_client import EngineClient
 from tests.support.errors import raises
 from tests.support.tinker.client import Client, serving
-from tests.support.tinker.stand_ins import BASE, CountingLearner, EchoEngine
+from tests.support.tinker.stand_ins import CountingLearner, EchoEngine
 from trainer.observe.audit import Setup
 from trainer.tinker import store as store_module
 from trainer.tinker.messages import MESSAGES
@@ -32,24 +32,13 @@ async def _asked(client: Client, sampler: str, seq: int, **body: Any) -> httpx.R
     return await client.result(asked["request_id"])
 
 
-async def _sampler_of_base(client: Client) -> str:
-    client.session = (await client.post("create_session", tags=[]))["session_id"]
-    made = await client.post(
-        "create_sampling_session",
-        session_id=client.session,
-        sampling_session_seq_id=0,
-        base_model=BASE,
-    )
-    return str(made["sampling_session_id"])
-
-
 async def test_a_seed_that_is_given_counts_also_0_and_others_are_those_of_the_request(
     tmp_path: Path,
 ) -> None:
     engine = EchoEngine()
     given = [0, 1, -1, 2**63 - 1, 2**63, None, None]
     async with serving(tmp_path, CountingLearner(), engine) as client:
-        sampler = await _sampler_of_base(client)
+        sampler = await client.sampler_of_base()
         for seq, seed in enumerate(given):
             await _asked(client, sampler, seq, sampling_params={"seed": seed})
         sent = [body["sampling_params"]["sampling_seed"] for body in engine.requests]
@@ -68,7 +57,7 @@ async def test_log_probabilities_are_told_of_as_many_last_tokens_as_are_asked_fo
     tmp_path: Path, last: int
 ) -> None:
     async with serving(tmp_path, CountingLearner(), EchoEngine()) as client:
-        sampler = await _sampler_of_base(client)
+        sampler = await client.sampler_of_base()
         asked = {"prompt_logprobs": True, "prompt_logprobs_last_n": last}
         answer = await _asked(client, sampler, 0, **asked)
     scores = np.frombuffer(MESSAGES.decode("Samples", answer.content)["prompt_logprobs"], "<f4")
