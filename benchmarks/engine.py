@@ -6,21 +6,27 @@ completions, one request per prompt, all at once, to the tiny model in float32 a
 end-of-sequence is ignored. transformers gets the same 256 rows as one left-padded batch and need
 not return log-probabilities; the engine returns them with every token. Rounds alternate; medians
 are compared.
+
+`--beside continuous` compares with continuous batching of transformers (`generate_batch`), and
+`--beside http://127.0.0.1:PORT --model DIR` with a server that takes the same requests, such as
+SGLang, and runs the model of DIR (written there by `--model DIR` alone).
 """
 
 import asyncio
+import functools
 import logging
 import random
 import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import aiohttp
 import orjson
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
 from benchmarks.command import command_parser
 from benchmarks.processes import engine_command, local_url, processes
@@ -89,35 +95,79 @@ def in_process(model: PreTrainedModel, prompts: list[list[int]], new_tokens: int
     return len(rows) * new_tokens / (time.perf_counter() - start)
 
 
+def continuously(model: PreTrainedModel, prompts: list[list[int]], new_tokens: int) -> float:
+    """Returns the tokens per second of continuous batching on the same rows."""
+    rows = [prompt for prompt in prompts for _ in range(SAMPLES)]
+    settings = GenerationConfig(
+        do_sample=True,
+        temperature=1.0,
+        top_k=0,
+        max_new_tokens=new_tokens,
+        eos_token_id=-1,
+        pad_token_id=0,
+    )
+    start = time.perf_counter()
+    answers = model.generate_batch(inputs=rows, generation_config=settings, progress_bar=False)
+    total = sum(len(answer.generated_tokens) for answer in answers.values())
+    assert total == len(rows) * new_tokens, total
+    return total / (time.perf_counter() - start)
+
+
 async def measure(
-    url: str, directory: Path, prompts: list[list[int]], *, rounds: int, device: str
+    url: str, peer: Callable[[int], Awaitable[float]], prompts: list[list[int]], rounds: int
 ) -> bool:
-    """Prints a line per length; returns whether every ratio reaches 1.2."""
-    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval().to(device)
-    model.generation_config.eos_token_id = None  # ignored on both sides
+    """Prints a line per length; returns whether every ratio to `peer`, which generates so many new
+    tokens and returns how many a second, reaches 1.2.
+    """
     reached = True
-    # Not httpx: with 32 requests in flight, its pool itself costs 5 ms of CPU per request.
-    async with aiohttp.ClientSession(url, connector=aiohttp.TCPConnector(limit=0)) as client:
+    async with connection(url) as client:
         for new_tokens in (24, 128):
             engine_rates = []
-            generate_rates = []
+            peer_rates = []
             for _ in range(rounds + 1):
                 engine_rates.append(await over_http(client, prompts, new_tokens))
-                generate_rates.append(in_process(model, prompts, new_tokens))
+                peer_rates.append(await peer(new_tokens))
             # The first round is a warm-up.
-            del engine_rates[0], generate_rates[0]
+            del engine_rates[0], peer_rates[0]
             engine = statistics.median(engine_rates)
-            generate = statistics.median(generate_rates)
-            reached &= engine >= 1.2 * generate
+            beside = statistics.median(peer_rates)
+            reached &= engine >= 1.2 * beside
             spread = (
                 f"min–max {min(engine_rates):,.0f}–{max(engine_rates):,.0f} "
-                f"and {min(generate_rates):,.0f}–{max(generate_rates):,.0f}"
+                f"and {min(peer_rates):,.0f}–{max(peer_rates):,.0f}"
             )
             print(
                 f"{new_tokens} new tokens: engine over HTTP {engine:,.0f} tokens/s, "
-                f"generate {generate:,.0f}, ratio {engine / generate:.2f} ({spread})"
+                f"beside it {beside:,.0f}, ratio {engine / beside:.2f} ({spread})",
+                flush=True,
             )
     return reached
+
+
+def connection(url: str) -> aiohttp.ClientSession:
+    """Not httpx: with 32 requests in flight, its pool itself costs 5 ms of CPU per request."""
+    limits = aiohttp.TCPConnector(limit=0)
+    return aiohttp.ClientSession(url, connector=limits, timeout=aiohttp.ClientTimeout(total=None))
+
+
+async def compare(
+    url: str, beside: str, directory: Path, prompts: list[list[int]], *, rounds: int, device: str
+) -> bool:
+    """Measures the engine beside what the user named; returns whether every ratio reaches 1.2."""
+    if beside.startswith("http"):
+        async with connection(beside) as client:
+            return await measure(
+                url, functools.partial(over_http, client, prompts), prompts, rounds
+            )
+
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval().to(device)
+    model.generation_config.eos_token_id = None  # ignored on both sides
+    generate = continuously if beside == "continuous" else in_process
+
+    async def peer(new_tokens: int) -> float:
+        return generate(model, prompts, new_tokens)
+
+    return await measure(url, peer, prompts, rounds)
 
 
 def main() -> None:
@@ -125,12 +175,17 @@ def main() -> None:
     parser = command_parser("benchmarks.engine", __doc__)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--beside", default="generate", help="generate, continuous, or an address")
+    parser.add_argument("--model", type=Path, help="where the model is written, and stays")
     arguments = parser.parse_args()
     rounds = arguments.rounds
     device = arguments.device
+    beside = arguments.beside
+    if beside not in ("generate", "continuous") and not beside.startswith("http"):
+        parser.error(f"--beside is {beside!r}: give generate, continuous or http://HOST:PORT")
     logging.getLogger("transformers").setLevel(logging.ERROR)
     with tempfile.TemporaryDirectory() as directory:
-        model = Path(directory)
+        model = arguments.model or Path(directory)
         prompts = build(model)
         url = local_url()
         engine = engine_command(model, url, device=device, dtype="float32")
@@ -138,9 +193,11 @@ def main() -> None:
             threads = f"{torch.get_num_threads()} thread(s)"
             print(
                 f"{PROMPTS} prompts × {SAMPLES}, {device}, {threads}, "
-                f"{rounds} alternating rounds, medians"
+                f"{rounds} alternating rounds, medians, beside {beside}"
             )
-            reached = asyncio.run(measure(url, model, prompts, rounds=rounds, device=device))
+            reached = asyncio.run(
+                compare(url, beside, model, prompts, rounds=rounds, device=device)
+            )
     sys.exit(0 if reached else 1)
 
 
