@@ -173,12 +173,19 @@ class Runner:
     async def run(self) -> int:
         """Runs everything, leaves no process behind, and returns the exit status for the shell."""
         launcher.adopt_orphans()
-        main = asyncio.create_task(self._main())
+        running = {asyncio.create_task(run.run()): run for run in self.runs}
+        lasting = asyncio.create_task(self._until_over(running))
         loop = asyncio.get_running_loop()
         for number in _SIGNALS:
-            loop.add_signal_handler(number, self._on_signal, number, main)
+            loop.add_signal_handler(number, self._on_signal, number, lasting)
         try:
-            return await main
+            await asyncio.wait({lasting})
+            # A signal that comes now changes nothing: what is ending keeps its grace.
+            for run in self.runs:
+                run.stop()
+            await asyncio.wait(running)
+            for task in (*running, lasting):
+                task.result()  # raises what went wrong in our own code
         except asyncio.CancelledError:
             assert self._signal is not None
             return SIGNALLED + self._signal
@@ -187,24 +194,17 @@ class Runner:
             # A signal that the loop handles while it closes raises OSError.
             for number in _SIGNALS:
                 loop.remove_signal_handler(number)
-
-    async def _main(self) -> int:
-        running = {asyncio.create_task(run.run()): run for run in self.runs}
-        try:
-            await self._until_primaries_end(running)
-            if all(run.state == "SUCCEEDED" for run in self._primary):
-                running_on = [run for run in self.runs if run.state == "RUNNING"]
-                # Services that no longer reach the trainer warn of it.
-                self.screen.hushed |= {node.name for run in running_on for node in run.nodes}
-                await asyncio.gather(*map(self._stop_later, running_on))
-        finally:
-            for run in self.runs:
-                run.stop()
-            await asyncio.wait(running)
-        for task in running:
-            task.result()  # raises what went wrong in our own code
         failed = self.reason
         return failed.status if failed else 0
+
+    async def _until_over(self, running: Mapping[asyncio.Task[None], TaskRun]) -> None:
+        """Waits until all that is left is to be ended."""
+        await self._until_primaries_end(running)
+        if all(run.state == "SUCCEEDED" for run in self._primary):
+            running_on = [run for run in self.runs if run.state == "RUNNING"]
+            # Services that no longer reach the trainer warn of it.
+            self.screen.hushed |= {node.name for run in running_on for node in run.nodes}
+            await asyncio.gather(*map(self._stop_later, running_on))
 
     @property
     def reason(self) -> TaskRun | None:
@@ -245,12 +245,12 @@ class Runner:
             grace_s=self.grace_s,
         )
 
-    def _on_signal(self, number: int, main: asyncio.Task[int]) -> None:
+    def _on_signal(self, number: int, lasting: asyncio.Task[None]) -> None:
         if self._signal is None:
             self._signal = number
             name = signal.Signals(number).name
             self.screen.say(f"{name}: ending every task (again: kill them now)", loud=True)
-            main.cancel()
+            lasting.cancel()
         else:
             for run in self.runs:
                 for node in run.nodes:
