@@ -81,6 +81,7 @@ class RunLock:
             "token": secrets.token_hex(8),
             "beat": 0,
         }
+        self._has_written = False
         self._ended = threading.Event()
         self._thief: Json | None = None
 
@@ -187,10 +188,12 @@ class RunLock:
             self._write()
 
     def _was_taken_over(self) -> bool:
-        """Whether another run has written its entry over this one's."""
+        """Whether another run has written its entry over this one's, even if it has ended since."""
         with suppress(OSError):  # a volume that does not answer now says nothing
             found = self._read()
-            if found and found.get("token") != self._own["token"]:
+            # A run that took over and has ended leaves an empty file.
+            is_emptied = self._has_written and not os.fstat(self._file).st_size
+            if is_emptied or (found and found.get("token") != self._own["token"]):
                 self._thief = found
         return self._thief is not None
 
@@ -208,6 +211,7 @@ class RunLock:
     def _write(self) -> None:
         try:
             os.pwrite(self._file, json.dumps(self._own).encode().ljust(_SIZE), 0)
+            self._has_written = True
         except OSError as error:  # the kernel's lock works without it
             log.warning("the heartbeat in %s cannot be written: %s", self._path, error)
 
