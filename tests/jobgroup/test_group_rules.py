@@ -23,7 +23,7 @@ from tests.simulation.virtual_time import VirtualLoop, simulated
 
 KILLED = 128 + signal.SIGTERM
 CAUSE_S = 10.0
-STATUSES = (0, 1, 2, 7, LOST, WRONG_SETTING, 137)
+STATUSES = (0, 0, 0, 0, 0, 1, 2, 7, LOST, WRONG_SETTING, 137)
 
 
 @dataclass(eq=False)
@@ -149,15 +149,18 @@ def happened(seed: int, folder: Path, *, signalled: bool = False) -> Group:
         patch.setattr(runner_module, "Node", world.start)
         stop = TaskRun.stop
 
-        def stopped(run: TaskRun, state: Any = "CANCELLED") -> None:
-            world.stops.setdefault(run.task.name, (loop.time(), state))
-            stop(run, state)
+        def stopped(run: TaskRun, *state: Any) -> None:
+            world.stops.setdefault(run.task.name, (loop.time(), *(state or ("CANCELLED",))))
+            stop(run, *state)
 
         patch.setattr(TaskRun, "stop", stopped)
         screen = Screen([])
         for name in ("say", "tail", "line"):
             patch.setattr(screen, name, lambda *given, **options: None)
         runner = Runner(tasks, environment, screen, folder, grace_s=3.0)
+        assert {(run.state, run.status, run.failed) for run in runner.runs} == {
+            ("PENDING", 0, None)
+        }
 
         def send(number: int) -> None:
             if number in handlers:

@@ -516,6 +516,41 @@ def test_how_a_node_ended_is_said_where_its_lines_cannot(status: int, lines: lis
     assert all(("printed nothing" in text) is (not lines) for text in more)
 
 
+@pytest.mark.parametrize("elsewhere", [False, True])
+@pytest.mark.parametrize("run", ["python -m services.reward", "python -m trainer", "python x.py"])
+@pytest.mark.parametrize("own_path", [False, True])
+def test_settings_are_checked_before_anything_starts(
+    elsewhere: bool, run: str, own_path: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Paths and modules are looked at where the task will look for them."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(os, "environ", {})
+    workdir = tmp_path / "other" if elsewhere else tmp_path
+    env = {"PYTHONPATH": "/somewhere"} if own_path else {}
+    is_ours = "x.py" not in run
+
+    def checked(**more: str) -> None:
+        command._check_settings([a_task("one", run=run, workdir=workdir, env=env | more)])
+
+    checked()
+    functions = '[{"name": "json:loads"}, {"name": "no_such_module.part:function"}]'
+    for wrong, field, is_seen in (
+        ({"RLHF_TRAINER__BATCH_SIZE": "-1"}, "trainer.batch_size", is_ours),
+        ({"API_TOKEN": "short"}, "API_TOKEN", is_ours),
+        ({"RLHF_MODEL__NAME": "./absent"}, "model.name", is_ours and not (elsewhere or own_path)),
+        (
+            {"RLHF_REWARD__FUNCTIONS": functions},
+            "reward.functions",
+            is_ours and not (elsewhere or own_path),
+        ),
+    ):
+        if is_seen:
+            with raises(ConfigError, field=field):
+                checked(**wrong)
+        else:
+            checked(**wrong)
+
+
 # ---------------------------------------------------------------- the screen
 
 
@@ -552,11 +587,11 @@ def test_a_line_has_the_name_of_its_node_or_only_one_node_is_shown(
     screen.hushed.add("one-0")
     screen.line("one-0", b"not shown")
     screen.raw(b"bytes\r")
-    screen.say("first\nsecond")
+    screen.say("first \udcff\nsecond")
     screen.say("failed", loud=True)
     screen.tail("one-0", [b"a\rb", b"c\n"], Path("/log"))
     screen.tail("one-0", [], Path("/log"))
-    screen.plain("table")
+    screen.plain("table \udcff")
 
     lines = [
         prefix("one-0", COLOURS[0]) + b"done",
@@ -566,13 +601,13 @@ def test_a_line_has_the_name_of_its_node_or_only_one_node_is_shown(
     head = "the last 2 lines of one-0 but requests (all in /log):"
     shown_head = f"\x1b[31m{head}\x1b[0m" if colourful else head
     said = [
-        own + b"first",
+        own + b"first ?",
         own + b"second",
         own + red,
         own + shown_head.encode(),
         b"    b",
         b"    c",
-        b"table",
+        b"table ?",
     ]
     if followed is None:
         content = out.content.getvalue()

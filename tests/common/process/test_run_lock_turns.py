@@ -17,6 +17,7 @@ import pytest
 from common.errors import ConfigError, ServiceError
 from common.process import run_lock
 from common.process.run_lock import LOCK, RunLock
+from common.process.storage import StorageFailed
 from tests.support.errors import raises
 
 BEAT_S = 5.0
@@ -310,3 +311,26 @@ def test_a_lock_whose_entry_could_not_be_written_is_kept(
         lock.check()
         with raises(ConfigError, code="run_in_use"):
             RunLock(tmp_path, "another").__enter__()
+
+
+def test_a_volume_that_does_not_answer_says_nothing_about_other_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def silent(*_: Any) -> None:
+        raise TimeoutError("no answer")
+
+    with RunLock(tmp_path, "run") as lock:
+        for call in ("pread", "fstat"):
+            with monkeypatch.context() as patch:
+                patch.setattr(os, call, silent)
+                lock.check()
+    monkeypatch.setattr(os, "open", silent)
+    with raises(StorageFailed, field="trainer.run_dir", value=str(tmp_path / LOCK)) as error:
+        RunLock(tmp_path, "run").__enter__()
+    assert error.value.message.startswith(".lock cannot be written")
+
+
+def test_every_new_run_has_a_name_of_its_own(tmp_path: Path) -> None:
+    names = {RunLock.of_new_run(tmp_path, "demo").run for _ in range(3)}
+    assert len(names) == 3
+    assert all(name.startswith("demo-20") for name in names)

@@ -412,6 +412,20 @@ def test_what_became_of_an_answer(
         assert not one.connection.deliveries
 
 
+def test_an_answer_that_nobody_reads_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections, "was_taken", lambda sock: None)
+    with socket.socket() as sock, opened(monkeypatch) as one:
+        one.transport.socket = sock
+        one.receive(b"GET / HTTP/1.1\r\nhost: localhost\r\n\r\n")
+        delivery = one.connection.deliver()
+        one.transport.left = 9
+        one.connection.pause_writing()
+        one.turn(READER_PATIENCE_S - 1)
+        assert delivery.taken() is None
+        one.turn(2)
+        assert (delivery.taken(), one.transport.end) == (False, "aborted")
+
+
 def test_an_idle_connection_that_has_asked_again_is_not_closed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

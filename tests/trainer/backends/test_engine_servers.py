@@ -141,7 +141,8 @@ class AnEngine:
         self.calls.append((manifest.version, path.name, options))
         if self.wrong:
             raise ServiceError("cannot load")
-        await asyncio.sleep(0)
+        for _ in range(20):  # long after the other one has failed
+            await asyncio.sleep(0)
         self.calls.append("loaded")
 
     async def sleep(self, memory: Any, limit_s: float) -> None:
@@ -217,6 +218,31 @@ def test_an_engine_that_cannot_load_is_told_after_the_others_have_loaded(
         with pytest.raises(ServiceError, match="cannot load"):
             publisher.wake()
         assert [engine.calls[-1] == "loaded" for engine in others] == [False, True, True]
+
+
+@pytest.mark.parametrize("gets_on", [True, False])
+def test_an_engine_may_load_as_long_as_it_gets_on(
+    gets_on: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It takes three times the limit, on a clock that jumps."""
+    limit_s = Config().rollout.stuck_after_s
+
+    class Slow(AnEngine):
+        async def load_version(self, manifest: Any, path: Path, **options: Any) -> None:
+            await asyncio.sleep(3 * limit_s)
+            self.calls.append("loaded")
+
+    with publisher_of(tmp_path, monkeypatch) as (publisher, _):
+        engine = Slow()
+        publisher.engines = [engine]  # type: ignore[list-item]
+        publisher.work = lambda: time.monotonic() if gets_on else 5.0
+        with simulated(0) as loop:
+            if gets_on:
+                loop.run_until_complete(publisher.reload())
+            else:
+                with raises(ServiceError, field="rollout.stuck_after_s"):
+                    loop.run_until_complete(publisher.reload())
+        assert engine.calls == (["loaded"] if gets_on else [])
 
 
 def test_engines_of_adapters_keep_the_model_of_the_start(
