@@ -20,7 +20,7 @@ import psutil
 import pytest
 
 from common.errors import ConfigError
-from common.process import launcher
+from common.process import launcher, run_lock
 from common.process.child import Child
 from common.process.run_lock import LOCK, RunLock
 from common.process.topology import LocalHost, format_hosts
@@ -31,6 +31,12 @@ from jobgroup.local.node import Node
 from jobgroup.local.output import COLOURS, Screen
 from jobgroup.spec import JobGroup, Task
 from tests.support.errors import raises
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A directory that is held is held for good here."""
+    monkeypatch.setattr(run_lock, "_READER_S", 0.0)
 
 
 def a_task(name: str, **fields: Any) -> Task:
