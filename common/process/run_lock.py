@@ -174,7 +174,7 @@ class RunLock:
         )
         end = time.monotonic() + _STALE_S
         while time.monotonic() < end:
-            time.sleep(min(0.2, _STALE_S))
+            time.sleep(0.2)
             now = self._read()
             if now != holder:
                 return bool(now)
@@ -203,10 +203,9 @@ class RunLock:
         """
         content = os.pread(self._file, _SIZE, 0)
         try:
-            found = json.loads(content)
-        except ValueError:
+            return dict(json.loads(content))
+        except (TypeError, ValueError):
             return {}
-        return found if isinstance(found, dict) else {}
 
     def _write(self) -> None:
         try:

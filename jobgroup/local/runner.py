@@ -168,7 +168,7 @@ class Runner:
         some_primary = any(task.primary for task in tasks)
         self._primary = {run for run in self.runs if run.task.primary or not some_primary}
         self._logs: set[Path] = set()
-        self._signal: int | None = None
+        self._signal = 0
 
     async def run(self) -> int:
         """Runs everything, leaves no process behind, and returns the exit status for the shell."""
@@ -187,15 +187,13 @@ class Runner:
             for task in (*running, lasting):
                 task.result()  # raises what went wrong in our own code
         except asyncio.CancelledError:
-            assert self._signal is not None
             return SIGNALLED + self._signal
         finally:
             launcher.end_children()  # there are some only if a launcher was killed
             # A signal that the loop handles while it closes raises OSError.
             for number in _SIGNALS:
                 loop.remove_signal_handler(number)
-        failed = self.reason
-        return failed.status if failed else 0
+        return self.reason.status if self.reason else 0
 
     async def _until_over(self, running: Mapping[asyncio.Task[None], TaskRun]) -> None:
         """Waits until all that is left is to be ended."""
@@ -214,7 +212,7 @@ class Runner:
         failed = [run for run in self.runs if run.state == "FAILED"]
         primary = [run for run in failed if run in self._primary]
         succeeded = all(run.state == "SUCCEEDED" for run in self._primary)
-        return next(iter(primary or failed), None) if not succeeded else None
+        return None if succeeded else next(iter(primary or failed), None)
 
     async def _until_primaries_end(self, running: Mapping[asyncio.Task[None], TaskRun]) -> None:
         pending = set(running)
@@ -246,10 +244,12 @@ class Runner:
         )
 
     def _on_signal(self, number: int, lasting: asyncio.Task[None]) -> None:
-        if self._signal is None:
+        if not self._signal:
             self._signal = number
-            name = signal.Signals(number).name
-            self.screen.say(f"{name}: ending every task (again: kill them now)", loud=True)
+            self.screen.say(
+                f"{signal.Signals(number).name}: ending every task (again: kill them now)",
+                loud=True,
+            )
             lasting.cancel()
         else:
             for run in self.runs:

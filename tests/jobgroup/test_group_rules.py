@@ -349,3 +349,16 @@ def test_a_log_of_an_earlier_run_is_removed_and_that_of_a_restart_is_kept(tmp_pa
         log.write_text("of this run")
         runner._start(task, 7)
     assert log.read_text() == "of this run"
+
+
+async def test_a_task_that_is_stopped_before_it_begins_starts_nothing() -> None:
+    started: list[int] = []
+
+    def start(task: Task, rank: int) -> Any:
+        started.append(rank)
+
+    run = TaskRun(drawn_tasks(random.Random(0))[0], start, Screen([]))
+    run.stop("STOPPED")
+    run.stop()
+    await run.run()
+    assert (run.state, run.nodes, started) == ("STOPPED", [], [])

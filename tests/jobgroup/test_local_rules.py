@@ -428,12 +428,17 @@ def test_the_options_reach_the_run(
         (["--grace", "soon"], "--grace"),
         (["--clear", str(tmp_path)], "--clear"),
         (["--env", "9=1"], "--env"),
+        (["--env", f"RUN_DIR={yaml}/below"], "RUN_DIR"),
     ):
         with pytest.raises(SystemExit) as ended:
             command.main([str(yaml), *wrong])
         assert ended.value.code == 2
         assert field in capsys.readouterr().err
-    assert len(asked) == 2
+    yaml.write_text(YAML.replace("run: 'true'", "run: python -m trainer"))
+    with pytest.raises(SystemExit):
+        command.main([str(yaml), "--env", "RLHF_TRAINER__BATCH_SIZE=-1"])
+    assert "trainer.batch_size" in capsys.readouterr().err
+    assert len(asked) == 2, "nothing was started"
 
 
 @pytest.mark.parametrize("succeeds", [True, False])
