@@ -152,10 +152,12 @@ def check_certificate(path: Path, weights: Path) -> int:
         ) from None
 
     files = weight_files(weights)
+    published = certificate.published
+    # A file too many would be loaded beside those that were published.
     problems = [
-        f"{name} has the checksum {files.get(name)}, not {expected}"
-        for name, expected in certificate.published.items()
-        if files.get(name) != expected
+        f"{name} has the checksum {files.get(name)}, not {published.get(name)}"
+        for name in published | files
+        if files.get(name) != published.get(name)
     ]
     problems += certificate.problems()
     steps = [each.step for each in certificate.drawn]

@@ -1,6 +1,7 @@
 """A certificate holds for the weights that it names and for the steps that the seed draws."""
 
 import json
+import random
 from pathlib import Path
 
 import pytest
@@ -70,6 +71,37 @@ def test_what_a_certificate_does_not_show_is_said(
     with pytest.raises(ConfigError) as caught:
         check_certificate(path, weights)
     assert caught.value.field == "--check"
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_a_certificate_is_of_these_files_and_no_others(
+    seed: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    draw = random.Random(seed)
+    weights = tmp_path / "weights"
+    weights.mkdir()
+    names = ["a.safetensors", "b.safetensors", "config.json", "tokenizer.json"]
+    contents = {name: name for name in names}
+    for name in names:
+        (weights / name).write_text(name)
+    path = certificate(tmp_path / "certificate.json", weights)
+    for _ in range(draw.randint(0, 2)):
+        name = draw.choice([*names, "c.safetensors"])
+        deed = draw.choice(["change", "remove"])
+        if deed == "remove" and name != "a.safetensors":
+            (weights / name).unlink(missing_ok=True)
+            contents.pop(name, None)
+        else:
+            contents[name] = draw.choice([name, "other"])
+            (weights / name).write_text(contents[name])
+    # Of a tokenizer a certificate says nothing.
+    of_model = {name: content for name, content in contents.items() if name != "tokenizer.json"}
+    expected = {name: name for name in names[:3]}
+    wrong = {name for name in of_model | expected if of_model.get(name) != expected.get(name)}
+    assert check_certificate(path, weights) == int(bool(wrong))
+    printed = capsys.readouterr().out
+    named = {line.split()[3] for line in printed.splitlines() if "has the checksum" in line}
+    assert named == wrong
 
 
 @pytest.mark.integration
