@@ -62,6 +62,12 @@ _OF_RANKS = [
 _TESTS = {
     "common/weights": ["tests/trainer/weights", "tests/services/rollout"],
     "jobgroup/doctor": ["tests/jobgroup"],
+    "jobgroup/local": [
+        "tests/jobgroup/test_group_rules.py",
+        "tests/jobgroup/test_local.py",
+        "tests/jobgroup/test_local_rules.py",
+        "tests/jobgroup/test_node.py",
+    ],
     "learning/experts.py": _OF_RANKS,
     "learning/liveness.py": ["tests/learning"],
     "learning/routing.py": _OF_RANKS,

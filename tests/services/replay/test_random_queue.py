@@ -62,20 +62,23 @@ class Model:
         """Returns the ids and the number of the evicted, None to wait, or a refusal."""
         name = request.request_id
         # Leases that ended are looked at when somebody asks for groups.
+        before = [(each, each.state) for each in self.groups.values()]
         self.expire(now, request.run_id)
         taken = self.of(name)
         if taken:
             oldest = min(self.groups[each].version for each in taken)
             if len(taken) != request.count or oldest < request.min_version:
+                for each, state in before:  # a refusal changes nothing
+                    each.state = state
                 return "refused"
         elif name in self.answered:
             return [], self.evicted.get(name, 0)
         else:
             fresh = [each for each, kept in self.groups.items() if kept.state == "fresh"]
             old = [each for each in fresh if self.groups[each].version < request.min_version]
-            for each in old:
-                del self.groups[each]
-                self.gone.add(each)
+            for group in old:
+                del self.groups[group]
+                self.gone.add(group)
             if old:
                 self.evicted[name] = self.evicted.get(name, 0) + len(old)
             waiting = self.in_order(each for each in fresh if each not in old)
@@ -83,8 +86,8 @@ class Model:
                 taken = waiting[: request.count]
             elif not ends:
                 return None
-        for each in taken:
-            kept = self.groups[each]
+        for group in taken:
+            kept = self.groups[group]
             kept.state = "leased"
             kept.request = name
             kept.until = float("inf") if request.run_id else now + LEASE_S
@@ -131,13 +134,16 @@ def test_leases_are_those_of_the_model(seed: int, tmp_path: Path) -> None:
             model.groups |= new
         elif deed in ("take", "again"):
             name = f"{run}-take-{draw.randint(0, 12)}"
-            if not with_runs and draw.random() < 0.2:
+            taker = run
+            if draw.random() < 0.2:
+                # Of a client without a run, although its id has the name of one.
                 name = f"take-of-{name}"
+                taker = ""
             request = TakeRequest(
                 count=draw.randint(1, 3),
                 min_version=draw.choice([0, 0, 0, 1, 2]),
                 request_id=name,
-                run_id=run,
+                run_id=taker,
                 ids_only=draw.random() < 0.3,
             )
             ends = draw.random() < 0.3
