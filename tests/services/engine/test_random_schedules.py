@@ -38,6 +38,7 @@ VERSIONS = ("0", "1", "2")
 ADAPTERS = ("one", "two")
 LAYERS = ("model.layers.0.self_attn.q_proj", "model.layers.1.mlp.down_proj", "lm_head")
 TOLERANCE = 2e-4
+CLOSE = 2e-5
 Floats = NDArray[np.float64]
 
 
@@ -143,21 +144,22 @@ def number(seed: int, place: int) -> float:
     return (mixed(state) >> 11) / 2**53
 
 
-def kept(probabilities: Floats, body: dict[str, Any], slack: float) -> Floats:
-    """Returns which tokens truncation keeps, with bounds that are wider by `slack`."""
+def kept(probabilities: Floats, body: dict[str, Any], slack: int) -> Floats:
+    """Returns which tokens truncation keeps: at least (slack -1) and at most (slack 1), since tokens
+    may be so close to a bound that rounding decides."""
     order = np.argsort(-probabilities, kind="stable")
+    ordered = probabilities[order]
+    chosen = ordered >= body["min_p"] * ordered[0] * (1 - slack * CLOSE)
+    if body["top_p"] < 1:
+        chosen &= ordered.cumsum() - ordered <= body["top_p"] + slack * CLOSE
+    if body["top_k"] > 0:
+        last, next_one = ordered[body["top_k"] - 1 : body["top_k"] + 1]
+        if next_one > last * (1 - 2 * CLOSE):
+            chosen &= ordered >= last * (1 - slack * CLOSE)
+        else:
+            chosen[body["top_k"] :] = False
     found = np.zeros(len(order), bool)
-    mass = 0.0
-    for place, token in enumerate(order):
-        probability = probabilities[token]
-        if body["top_p"] < 1 and mass > body["top_p"] + slack:
-            break
-        if body["top_k"] > 0 and place >= body["top_k"]:
-            break
-        if probability < body["min_p"] * probabilities[order[0]] - slack:
-            break
-        found[token] = True
-        mass += probability
+    found[order] = chosen
     return found
 
 
@@ -527,22 +529,20 @@ class Story:
             least = most = np.arange(len(logits)) == token
         else:
             # Between these two: tokens may be almost as likely as one another.
-            least = kept(probabilities, body, -1e-5)
-            most = kept(probabilities, body, 1e-5)
+            least = kept(probabilities, body, -1)
+            most = kept(probabilities, body, 1)
             uniform = number(sample_seed(asked.seed, index), place)
             assert most[token]
-            ends = [
-                (probabilities * each).cumsum() / probabilities[each].sum()
-                for each in (least, most)
-            ]
-            assert min(end[token - 1] if token else 0.0 for end in ends) < uniform + TOLERANCE
-            assert uniform < max(end[token] for end in ends) + TOLERANCE
+            fewest = (probabilities * least).cumsum() / probabilities[most].sum()
+            largest = (probabilities * most).cumsum() / max(probabilities[least].sum(), 1e-9)
+            start = fewest[token - 1] if token else 0.0
+            assert start - TOLERANCE < uniform < largest[token] + TOLERANCE
         if body["top_k"] <= 0:
             return
         among, given = sequence.kept[place]
         mask = np.zeros(len(logits), bool)
         mask[given] = True
-        assert len(given) == mask.sum()
+        assert len(given) == mask.sum() <= body["top_k"]
         assert (mask >= least).all()
         assert (mask <= most).all()
         assert (np.diff(probabilities[given]) < TOLERANCE).all()

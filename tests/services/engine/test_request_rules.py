@@ -3,6 +3,7 @@ adapter's files and of a row that is not finite."""
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -185,6 +186,11 @@ def test_requests_without_a_name_have_names_of_their_own(model: Model) -> None:
     assert len(set(names)) == 6
 
 
+def _last(model: Model, tokens: list[int], count: int) -> str:
+    text: str = model.tokenizer.decode(tokens[-count:])
+    return text
+
+
 def test_a_stop_text_is_found_wherever_its_tokens_begin_and_end(model: Model) -> None:
     """In bytes and words: a text is reached when its last byte is there, and not before."""
     rng = np.random.default_rng(1)
@@ -201,7 +207,7 @@ def test_a_stop_text_is_found_wherever_its_tokens_begin_and_end(model: Model) ->
         found = []
         for count in range(1, 15):
             so_far = tokens[:count]
-            found.append(params.stop_in(lambda n, seen=so_far: model.tokenizer.decode(seen[-n:])))
+            found.append(params.stop_in(partial(_last, model, so_far)))
         first = found.index(stop)
         assert found[:first] == [None] * first
         assert stop in model.tokenizer.decode(tokens[: first + 1])
@@ -212,7 +218,7 @@ def test_a_longer_stop_text_of_several_decides_how_far_it_looks_back(model: Mode
     tokens = model.tokenizer("abcdefg").input_ids
     assert len(tokens) == 7
     params = SamplingParams(stop=["g!", "abcdefg", "z"])
-    assert params.stop_in(lambda n: model.tokenizer.decode(tokens[-n:])) == "abcdefg"
+    assert params.stop_in(partial(_last, model, tokens)) == "abcdefg"
     assert SamplingParams(stop=[]).stop_in(lambda _: "text") is None
     assert SamplingParams(stop="").stop_in(lambda _: "text") is None
 
