@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from common.settings.sections import MAX_KEPT
 from services.engine.adapters import AdapterRegistry, BadAdapter
-from services.engine.jobs import MAX_N, GenerationJob, SamplingParams
+from services.engine.jobs import MAX_N, GenerationJob, SamplingParams, Sequence
 from services.engine.model import Model
 from services.engine.protocol import BadRequest, GenerateBody, bad_request
 from services.engine.sampling import Inputs
@@ -212,6 +212,24 @@ def test_a_stop_text_is_found_wherever_its_tokens_begin_and_end(model: Model) ->
         assert found[:first] == [None] * first
         assert stop in model.tokenizer.decode(tokens[: first + 1])
         assert stop not in model.tokenizer.decode(tokens[:first])
+
+
+def test_a_text_ends_before_the_first_stop_text_and_without_the_stop_token(model: Model) -> None:
+    tokens = model.tokenizer("Tom has apples").input_ids
+    text = "Tom has apples"
+    job = GenerationJob("r", [5], SamplingParams(stop="pp"))
+    for finish, wanted in (
+        ({"type": "stop", "matched": "p"}, "Tom has a"),
+        ({"type": "stop", "matched": "s"}, "Tom ha"),
+        ({"type": "stop", "matched": 2}, text),
+        ({"type": "length", "length": 9}, text + "<|im_end|>"),
+        (None, text + "<|im_end|>"),
+    ):
+        sequence = Sequence(job, "r", 0, [*tokens, 2], finish=finish)
+        assert sequence.text(model.tokenizer) == wanted.removesuffix("<|im_end|>")
+        job.sampling = SamplingParams(skip_special_tokens=False)
+        assert sequence.text(model.tokenizer) == wanted
+        job.sampling = SamplingParams()
 
 
 def test_a_longer_stop_text_of_several_decides_how_far_it_looks_back(model: Model) -> None:
