@@ -1,0 +1,259 @@
+"""Where every token of random rows is, packed and padded, what predicts it, and from which tokens it
+was sampled: by brute force, without a model."""
+
+from itertools import chain
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+
+from common.wire.schemas import Int32
+from learning.batching import Sizes, by_row, owners, split
+from learning.layout import Layout, Packed, Padded
+from learning.routing import Routes
+from learning.sampling_support import Sampled, Support
+
+WIDTH = 4
+"""Numbers of experts of a token."""
+
+
+class Rows:
+    """Random rows, of which some share their prompt, and some of these its experts."""
+
+    def __init__(self, seed: int) -> None:
+        rng = np.random.default_rng(seed)
+        self.prompts: list[Int32] = []
+        self.completions: list[Int32] = []
+        self.masks: list[Int32 | None] = []
+        self.routes: list[Routes] = []
+        for _ in range(rng.integers(1, 4)):
+            prompt = rng.integers(1, 99, rng.integers(1, 6)).astype(np.int32)
+            of_prompt = self._experts(rng, len(prompt))
+            for _ in range(rng.integers(1, 4)):
+                length = int(rng.integers(0, 6))
+                completion = rng.integers(1, 99, length).astype(np.int32)
+                mask = rng.integers(0, 2, length).astype(np.int32)
+                if rng.random() < 0.3:
+                    of_prompt = self._experts(rng, len(prompt))
+                self.prompts.append(prompt.copy() if rng.random() < 0.5 else prompt)
+                self.completions.append(completion)
+                self.masks.append(mask if rng.random() < 0.5 else None)
+                of_completion = self._experts(rng, max(0, length - 1))
+                self.routes.append(Routes(of_prompt.copy(), of_completion))
+
+    def _experts(self, rng: np.random.Generator, tokens: int) -> NDArray[np.int16]:
+        return rng.integers(0, 9, (tokens, WIDTH)).astype(np.int16)
+
+    def wanted(self) -> list[tuple[int, int, int, int]]:
+        """Returns of every token that counts: its row and place in its completion, the token before
+        it and the place of that in prompt and completion."""
+        found = []
+        for row, (prompt, completion) in enumerate(
+            zip(self.prompts, self.completions, strict=True)
+        ):
+            whole = [*prompt, *completion]
+            mask = self.masks[row]
+            for place in range(len(completion)):
+                if mask is None or mask[place]:
+                    before = len(prompt) + place - 1
+                    found.append((row, place, int(whole[before]), before))
+        return found
+
+    def computed(self, routed: bool) -> int:
+        """Returns the tokens of a line in which nothing is computed twice."""
+        total = 0
+        last: Any = None
+        for prompt, completion, routes in zip(
+            self.prompts, self.completions, self.routes, strict=True
+        ):
+            key = (prompt.tolist(), routes.prompt.tolist() if routed else None)
+            total += max(0, len(completion) - 1) + (len(prompt) if key != last else 0)
+            last = key
+        return total
+
+
+def _laid_out(kind: type[Layout], rows: Rows, routed: bool) -> Layout:
+    routes = rows.routes if routed else ()
+    return kind.of(rows.prompts, rows.completions, rows.masks, routes)
+
+
+@pytest.mark.parametrize("routed", [False, True])
+@pytest.mark.parametrize("kind", [Padded, Packed])
+def test_every_token_is_predicted_from_the_one_before_it(kind: type[Layout], routed: bool) -> None:
+    for seed in range(150):
+        rows = Rows(seed)
+        line = _laid_out(kind, rows, routed)
+        wanted = rows.wanted()
+        places = line.predicts.tolist()
+        assert len(places) == len(wanted)
+        tokens = line.input_ids.flatten()
+        width = line.input_ids.shape[1]
+        positions = (
+            torch.arange(len(tokens)) % width if line.position_ids is None else line.position_ids[0]
+        )
+        for at, (row, place, before, position) in zip(places, wanted, strict=True):
+            assert int(tokens[at]) == before
+            assert int(positions[at]) == position
+            if isinstance(line, Padded):
+                assert at // width == row
+            if not routed:
+                continue
+            assert line.experts is not None
+            routes = rows.routes[row]
+            own = routes.completion[place - 1] if place else routes.prompt[-1]
+            assert line.experts[:, at].tolist() == (own + 1).tolist()
+
+        if routed:
+            assert line.experts is not None
+            assert line.experts.shape == (WIDTH, len(tokens))
+            chosen = line.experts.ne(0).any(0)
+            real = len(tokens) if isinstance(line, Packed) else _real(rows)
+            assert int(chosen.sum()) == real
+        if isinstance(line, Packed):
+            assert len(tokens) == rows.computed(routed)
+            assert line.places.tolist() == places
+
+
+def _real(rows: Rows) -> int:
+    """Returns the tokens of padded rows that are no padding."""
+    sizes = zip(rows.prompts, rows.completions, strict=True)
+    return sum(len(prompt) + max(0, len(completion) - 1) for prompt, completion in sizes)
+
+
+def test_a_position_may_predict_several_tokens_and_ranks_share_a_line() -> None:
+    for seed in range(60):
+        rng = np.random.default_rng(seed)
+        rows = Rows(seed)
+        packed = Packed.of(rows.prompts, rows.completions, rows.masks)
+        padded = Padded.of(rows.prompts, rows.completions, rows.masks)
+        counts = rng.integers(0, 4, len(packed.places))
+        for line in (packed, padded):
+            before = line.predicts.tolist()
+            line.repeat(counts)
+            wanted = [at for at, count in zip(before, counts, strict=True) for _ in range(count)]
+            assert line.predicts.tolist() == wanted
+        length = packed.input_ids.shape[1]
+        middle = int(rng.integers(0, length + 1))
+        owned: list[int] = []
+        for bounds in ((0, middle), (middle, length)):
+            context: Any = SimpleNamespace(bounds=lambda size, bounds=bounds: bounds)
+            own = packed.own(context)
+            assert own is not None
+            assert all(bounds[0] <= packed.places[each] < bounds[1] for each in own)
+            owned += own.tolist()
+        assert sorted(owned) == list(range(len(packed.places)))
+        assert packed.own(None) is None
+
+
+def test_a_token_may_be_drawn_from_a_list_from_all_but_some_or_from_all() -> None:
+    """Also within one completion, whose first tokens are not to be some."""
+    vocabulary = 20
+    for seed in range(100):
+        rng = np.random.default_rng(seed)
+        sampled: list[Sampled | None] = []
+        lengths = rng.integers(1, 6, rng.integers(1, 5)).tolist()
+        allowed = []
+        for length in lengths:
+            least = int(rng.integers(0, 7))
+            barred = rng.choice(vocabulary, rng.integers(1, 4), replace=False).astype(np.int32)
+            lists = [
+                rng.choice(vocabulary, rng.integers(0, 5), replace=False) for _ in range(length)
+            ]
+            kind = rng.integers(3)
+            if kind == 0:
+                sampled.append(None)
+                allowed += [set(range(vocabulary))] * length
+                continue
+            if kind == 1:
+                lists = [rng.choice(vocabulary, 0)] * length
+            counts = [len(each) for each in lists] if kind == 2 else []
+            kept = np.concatenate(lists).astype(np.int32)
+            sampled.append(Sampled(kept, np.array(counts, np.int32), barred, least))
+            for place, each in enumerate(lists):
+                free = set(range(vocabulary)) - (set(barred.tolist()) if place < least else set())
+                allowed.append(set(each.tolist()) if len(each) else free)
+        support = Support.of(sampled, lengths)
+        assert (support is None) is all(each is None for each in sampled)
+        if support is None:
+            continue
+        logits = torch.from_numpy(rng.normal(size=(len(allowed), vocabulary)))
+        chosen = np.sort(rng.choice(len(allowed), rng.integers(len(allowed)), replace=False))
+        first = int(rng.integers(len(allowed)))
+        last = int(rng.integers(first, len(allowed) + 1))
+        found = {
+            "all": (support.apply(logits.clone(), 0), list(range(len(allowed)))),
+            "a chunk": (support.apply(logits[first:last].clone(), first), list(range(first, last))),
+            "some": (support.only_for(chosen).apply(logits[chosen].clone(), 0), chosen.tolist()),
+        }
+        for lowered, places in found.values():
+            assert len(lowered) == len(places)
+            for line, place in zip(lowered, places, strict=True):
+                may_be = torch.tensor([token in allowed[place] for token in range(vocabulary)])
+                assert torch.equal(line[may_be], logits[place][may_be])
+                assert (line[~may_be] == -1e30).all()
+
+
+def test_numbers_of_rows_come_back_to_their_rows() -> None:
+    for seed in range(50):
+        rng = np.random.default_rng(seed)
+        lengths = rng.integers(0, 5, rng.integers(1, 9))
+        values = [rng.normal(size=length).astype(np.float32) for length in lengths]
+        order = rng.permutation(len(lengths))
+        parts = np.array_split(order[: rng.integers(len(lengths) + 1)], 3)
+        scored = [
+            (
+                part,
+                torch.from_numpy(
+                    np.concatenate([np.zeros(0, np.float32), *(values[i] for i in part)])
+                ),
+            )
+            for part in parts
+            if len(part)
+        ]
+        computed = {int(i) for part in parts for i in part}
+        for row, found in enumerate(by_row(scored, lengths)):
+            wanted = values[row] if row in computed else np.zeros(0)
+            assert found.tolist() == wanted.tolist()
+        flat = np.concatenate(values)
+        assert [each.tolist() for each in split(flat, lengths.tolist())] == [
+            each.tolist() for each in values
+        ]
+    assert split(np.zeros(0, np.float32), []) == []
+
+
+def test_rows_that_share_a_prompt_and_owners_are_measured() -> None:
+    for seed in range(50):
+        rng = np.random.default_rng(seed)
+        rows = Rows(seed)
+        measured: Any = [
+            SimpleNamespace(prompt_ids=prompt, completion_ids=completion)
+            for prompt, completion in zip(rows.prompts, rows.completions, strict=True)
+        ]
+        sizes = Sizes.of(measured, shared=bool(seed % 2))
+        names = [prompt.tolist() for prompt in rows.prompts]
+        for one, other in np.ndindex(len(names), len(names)):
+            is_same = sizes.groups[one] == sizes.groups[other]
+            assert is_same == (names[one] == names[other])
+        chosen = np.flatnonzero(rng.random(len(names)) < 0.6)
+        packed = {tuple(names[i]) for i in chosen}
+        computed = [max(0, len(rows.completions[i]) - 1) for i in chosen]
+        totals = [len(names[i]) + size for i, size in zip(chosen, computed, strict=True)]
+        wanted = (
+            sum(map(len, packed)) + sum(computed)
+            if sizes.shared
+            else max(totals, default=0) * len(chosen)
+        )
+        assert sizes.together(chosen) == wanted
+
+        count = int(rng.integers(1, 4))
+        cut = int(rng.integers(len(names) + 1))
+        order = rng.permutation(len(names))
+        sizes.owners = owners(sizes, [order, order[:cut]], count)
+        assert set(sizes.owners.tolist()) <= set(range(count))
+        owned = [sizes.owned(share).tolist() for share in range(count)]
+        assert sorted(chain.from_iterable(owned)) == list(range(len(names)))
+        for share, own in enumerate(owned):
+            assert sizes.spare(share).tolist() == (own[:1] or [0])
