@@ -68,6 +68,7 @@ def test_metrics_are_their_definitions_over_all_tokens(seed: int) -> None:
     losses = []
     for update in range(updates + stopped):
         of_update = Sums()
+        made: list[Columns] = []
         for _ in range(rng.integers(1, 4)):
             tokens = _tokens(rng, int(rng.integers(1, 9)))
             if seed == 5:
@@ -81,14 +82,15 @@ def test_metrics_are_their_definitions_over_all_tokens(seed: int) -> None:
             )
             part = torch.tensor(loss, dtype=torch.float64)
             of_update.add(micro, scores, policy, loss=part, old_logprobs=columns["old"])
-            every.append(tokens)
+            made.append(tokens)
             losses.append(loss)
             if update == 0:
                 of_update.compare(micro, scores)
                 first.append(tokens)
-        kl_old = of_update.mean("kl_old")
-        assert kl_old >= 0
+        old, new = (np.concatenate([each[name] for each in made]) for name in ("old", "logprobs"))
+        assert of_update.mean("kl_old") == pytest.approx(_mean(_k3(old, new)))
         sums.values += of_update.values
+        every += made
 
     found = sums.metrics(norms, 0.25, 0.5, skipped=1, stopped=stopped)
     whole = {name: np.concatenate([tokens[name] for tokens in every]) for name in NAMES}
