@@ -49,6 +49,8 @@ CLOSE = 2e-5
 Floats = NDArray[np.float64]
 
 
+BLOCKS = "in blocks, "
+"""Begins the kinds that a deterministic engine computes."""
 SIZES: dict[str, Any] = {
     "vocab_size": 282,
     "hidden_size": 32,
@@ -70,9 +72,10 @@ CONFIGS: dict[str, PretrainedConfig] = {
 
 def _write(directory: Path, seed: int, kind: str) -> Path:
     write_model(directory, seed)
-    if kind in CONFIGS:
+    config = CONFIGS.get(kind.removeprefix(BLOCKS))
+    if config is not None:
         torch.manual_seed(seed)
-        AutoModelForCausalLM.from_config(CONFIGS[kind]).save_pretrained(directory)
+        AutoModelForCausalLM.from_config(config).save_pretrained(directory)
     file = directory / "model.safetensors"
     tensors = load_file(file)
     head = tensors.get("lm_head.weight", tensors["model.embed_tokens.weight"])
@@ -118,8 +121,9 @@ class World:
         self.adapters = {
             name: _write_adapter(base / name, first, seed) for seed, name in enumerate(ADAPTERS)
         }
-        self.model = Model(self.paths["0"], CONTEXT, deterministic=kind == "blocks")
-        self.is_lean = kind not in ("windows", "no compiler") and compiled() is not None
+        self.model = Model(self.paths["0"], CONTEXT, deterministic=kind.startswith(BLOCKS))
+        has_form = "windows" not in kind and kind != "no compiler"
+        self.is_lean = has_form and compiled() is not None
 
     def logits(self, version: str, adapter: str | None, tokens: list[int]) -> Floats:
         """Returns the logits [T, V] of a whole sequence."""
@@ -505,6 +509,11 @@ class Story:
         assert meta["weight_version"] == self.scheduler.weight_version
         assert meta["num_retractions"] == asked.pauses[index]
         assert meta["prompt_tokens"] == len(asked.prompt)
+        name = asked.job.rid
+        assert meta["id"] == (name if asked.body["n"] == 1 else f"{name}-{index}")
+        assert meta["output_token_logprobs_length"] == len(tokens)
+        assert meta["input_token_logprobs"] == []
+        assert "routed_experts" not in meta
         logprobs = meta["output_token_logprobs"]
         assert [token for _, token, _ in logprobs] == tokens
         self._check_reason(asked, index, found["text"])
@@ -598,7 +607,9 @@ def _total(counter: Counter) -> float:
     return metric.samples[0].value
 
 
-@pytest.fixture(scope="module", params=["qwen 2", "no compiler", "blocks", *CONFIGS])
+@pytest.fixture(
+    scope="module", params=["qwen 2", "no compiler", BLOCKS, f"{BLOCKS}windows", *CONFIGS]
+)
 def world(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[World]:
