@@ -23,6 +23,7 @@ from transformers import (
     LlamaConfig,
     MistralConfig,
     PretrainedConfig,
+    Qwen2ForCausalLM,
     Qwen3Config,
 )
 
@@ -51,6 +52,8 @@ Floats = NDArray[np.float64]
 
 BLOCKS = "in blocks, "
 """Begins the kinds that a deterministic engine computes."""
+OWN_ATTENTION = "attention of its own"
+"""A model whose attention transformers does not replace, so that it gets a mask."""
 SIZES: dict[str, Any] = {
     "vocab_size": 282,
     "hidden_size": 32,
@@ -122,7 +125,7 @@ class World:
             name: _write_adapter(base / name, first, seed) for seed, name in enumerate(ADAPTERS)
         }
         self.model = Model(self.paths["0"], CONTEXT, deterministic=kind.startswith(BLOCKS))
-        has_form = "windows" not in kind and kind != "no compiler"
+        has_form = "windows" not in kind and kind not in ("no compiler", OWN_ATTENTION)
         self.is_lean = has_form and compiled() is not None
 
     def logits(self, version: str, adapter: str | None, tokens: list[int]) -> Floats:
@@ -608,12 +611,16 @@ def _total(counter: Counter) -> float:
 
 
 @pytest.fixture(
-    scope="module", params=["qwen 2", "no compiler", BLOCKS, f"{BLOCKS}windows", *CONFIGS]
+    scope="module",
+    params=["qwen 2", "no compiler", OWN_ATTENTION, BLOCKS, f"{BLOCKS}windows", *CONFIGS],
 )
 def world(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[World]:
     with pytest.MonkeyPatch.context() as patch:
+        if request.param == OWN_ATTENTION:
+            patch.setattr(Qwen2ForCausalLM, "_can_set_attn_implementation", lambda _: False)
+            patch.setattr(lean, "compiled", lambda: None)
         if request.param == "no compiler":
             patch.setattr(lean, "compiled", lambda: None)
             patch.setattr(sampling, "compiled", lambda: None)

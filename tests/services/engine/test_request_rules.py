@@ -325,6 +325,11 @@ def test_adapters_change_places_and_leave_the_base_as_it_was(model: Model, tmp_p
             torch.testing.assert_close(weight.data, wanted[merged].data)
         assert registry.active == "two"
         torch.testing.assert_close(weight.data, wanted["two"].data)
+    # Rows of the merged one may run while another goes.
+    registry.load("other", tmp_path / "ten")
+    registry.drop("other")
+    assert registry.active == "two"
+    torch.testing.assert_close(weight.data, wanted["two"].data)
     registry.drop("two")
     assert registry.active is None
     assert torch.equal(weight, base)
