@@ -4,6 +4,7 @@ gradient."""
 import numpy as np
 import pytest
 import torch
+from msgspec.structs import replace
 from torch import nn
 
 from common.wire.schemas import Completion, Group, Int32
@@ -116,6 +117,22 @@ def test_completions_of_the_whole_vocabulary_have_no_support() -> None:
     )
     assert Sampled.of(group, completion) is None
     assert Support.of([None, None], [3, 1]) is None
+    # A minimum without tokens to bar, and tokens to bar without a minimum, exclude nothing.
+    barred = np.array([7], np.int32)
+    minimum = replace(group, min_new_tokens=2)
+    assert Sampled.of(minimum, completion) is None
+    assert Sampled.of(replace(group, barred=barred), completion) is None
+    found = Sampled.of(replace(minimum, barred=barred), completion)
+    assert found is not None
+    assert (found.barred.tolist(), found.min_new_tokens) == ([7], 2)
+    kept = replace(
+        completion,
+        kept_tokens=np.array([5, 9], np.int32),
+        kept_counts=np.array([2], np.int32),
+    )
+    found = Sampled.of(group, kept)
+    assert found is not None
+    assert (found.kept_tokens.tolist(), found.kept_counts.tolist()) == ([5, 9], [2])
 
 
 def test_the_support_of_some_tokens() -> None:
