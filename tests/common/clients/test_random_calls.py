@@ -282,8 +282,11 @@ async def test_calls_of_the_data_server_have_every_argument() -> None:
     prompt = {"id": "p", "prompt": "1+1?", "ground_truth": "2"}
     service = Recorder({"/eval_prompts": {"prompts": [prompt]}, "/train_prompts": {"prompts": []}})
     service.answers["/stats"] = {"a": 1}
+    batch = {"prompts": [prompt], "total_available": 1, "epoch": 0, "position": 5}
+    service.answers["/prompts"] = batch
     transport = httpx.MockTransport(service)
     async with DataClient("data", "http://data", transport=transport) as data:
+        assert (await data.prompts(3, "id-0")).position == 5
         assert [each.id for each in await data.eval_prompts(7)] == ["p"]
         await data.eval_prompts(7, 3)
         assert await data.train_prompts(5, 9) == []
@@ -293,6 +296,7 @@ async def test_calls_of_the_data_server_have_every_argument() -> None:
         assert await data.stats() == {"a": 1}
     seen = [(method, path, params) for method, path, params, _ in service.calls]
     assert seen == [
+        ("GET", "/prompts", {"batch_size": "3", "shuffle": "true", "request_id": "id-0"}),
         ("GET", "/eval_prompts", {"limit": "7", "offset": "0"}),
         ("GET", "/eval_prompts", {"limit": "7", "offset": "3"}),
         ("GET", "/train_prompts", {"limit": "5", "offset": "9"}),
@@ -545,6 +549,7 @@ async def test_completions_with_seeds_are_asked_for_apart_or_together(
     bodies: list[dict[str, Any]] = []
 
     def answer(request: httpx.Request) -> httpx.Response:
+        assert request.url.path == "/generate"
         body = json.loads(request.content)
         bodies.append(body)
         one = {"text": str(body["sampling_params"].get("sampling_seed"))}
@@ -561,6 +566,7 @@ async def test_completions_with_seeds_are_asked_for_apart_or_together(
             stop_token_ids=(7, 8),
             sampling_seed=seed,
             parameters={"top_p": 0.5},
+            lora_path="adapter",
         )
     sampling: dict[str, Any] = {
         "n": 3,
@@ -575,6 +581,7 @@ async def test_completions_with_seeds_are_asked_for_apart_or_together(
         "return_logprob": True,
         "stream": False,
         "return_sampling_mask": True,
+        "lora_path": "adapter",
     }
     if seed is None:
         expected = [usual | {"sampling_params": sampling}]

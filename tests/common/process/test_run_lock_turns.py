@@ -334,3 +334,14 @@ def test_every_new_run_has_a_name_of_its_own(tmp_path: Path) -> None:
     names = {RunLock.of_new_run(tmp_path, "demo").run for _ in range(3)}
     assert len(names) == 3
     assert all(name.startswith("demo-20") for name in names)
+
+
+def test_a_lock_that_fails_is_not_a_file_system_without_locks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: Any) -> None:
+        raise OSError(errno.EIO, "broken")
+
+    monkeypatch.setattr("fcntl.flock", fails)
+    with raises(StorageFailed, field="trainer.run_dir", value=str(tmp_path / LOCK)):
+        RunLock(tmp_path, "run").__enter__()

@@ -5,6 +5,7 @@ import os
 import random
 import sqlite3
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -246,3 +247,30 @@ def test_a_file_of_another_program_is_not_used(tmp_path: Path) -> None:
     path.write_bytes(b"no database" * 1000)
     with raises(ConfigError, code="damaged"):
         _Store(path)
+
+
+def test_what_the_disk_refuses_at_the_end_is_not_counted(tmp_path: Path) -> None:
+    store = _Store(tmp_path / "file.sqlite")
+    db = store.db
+
+    class Full:
+        """A connection whose disk is full when a transaction ends."""
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(db, name)
+
+        def execute(self, words: str, *given: Any) -> Any:
+            if words == "COMMIT":
+                raise _error("SQLITE_FULL")
+            return db.execute(words, *given)
+
+    before = store.mark
+    store.db = Full()  # type: ignore[assignment]
+    with raises(StorageFailed, code="disk_full"), store.transaction():
+        store.begin_run("run")
+    assert (store.mark, store.runs()) == (before, [])
+    store.db = db
+    with store.transaction():
+        store.begin_run("run")
+    assert store.mark.changes == before.changes + 1
+    store.close()

@@ -93,7 +93,8 @@ def test_a_run_in_one_process_connects_its_services_and_engines(
     config.limits.service_timeout_s = 66.0
     config.environment.name = "calculator" if plays else ""
     config.rollout.tensor_parallel_size = 2
-    config.rollout.device = "cuda"
+    config.rollout.device = "cpu" if plays == "alone" else "cuda"
+    config.sampling.chat_template_kwargs = {"thinks": False}
     if adapter:
         config.lora.rank = 4
     config.reproducible = engine in ("embedded", "sglang")
@@ -130,6 +131,7 @@ def test_a_run_in_one_process_connects_its_services_and_engines(
 
     @asynccontextmanager
     async def serving(app: FastAPI, sock: Any) -> Any:
+        assert sock is made["listen"]
         noted.done.append(f"+served {app.title}")
         yield
         noted.done.append(f"-served {app.title}")
@@ -161,7 +163,9 @@ def test_a_run_in_one_process_connects_its_services_and_engines(
         is_own = engine == "sglang"
         kind = "embedded" if engine == "embedded" else "sglang"
         assert backend.engine_kind == kind
-        assert backend.engine_gpus == {"embedded": 0, "sglang": 2}.get(str(engine))
+        gpus = 0 if plays == "alone" else 2
+        assert backend.engine_gpus == {"embedded": 0, "sglang": gpus}.get(str(engine))
+        assert ("engine starts" in noted.done) is is_own
         assert ("embedded_engine" in noted.done) is (engine == "embedded")
         if engine == "embedded":
             given, options = noted.given["embedded_engine"]
@@ -217,7 +221,7 @@ def test_a_run_in_one_process_connects_its_services_and_engines(
                 "environment": None,
                 "runtime": config.runtime,
             }
-            assert noted.given["Template"][0][:2] == ("tokenizer", [7])
+            assert noted.given["Template"][0] == ("tokenizer", [7], {"thinks": False})
         else:
             assert services.environment is None
     ended = [each for each in noted.done if each.startswith(("-", "episodes"))]
