@@ -259,6 +259,7 @@ def test_a_client_has_so_long_for_what_it_sends(
         answer = 408 if where == "body" and not enough else None
         if where != "unread body":
             assert one.transport.status == answer
+            assert (b'"code":"stalled"' in one.transport.content) is (answer == 408)
         if "body" in where and enough:
             # The next span begins with nothing.
             one.turn(PATIENCE_S)
