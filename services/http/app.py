@@ -11,15 +11,17 @@ import signal
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
-from typing import Any
+from typing import Any, TypeVar
 
 import uvicorn
 import uvloop
 from fastapi import FastAPI, Request, Response
 from fastapi.dependencies.models import Dependant
+from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from fastapi.routing import APIRoute
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from pydantic import BaseModel, ValidationError
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from common import VERSION
@@ -38,6 +40,7 @@ from services.http.sqlite_store import SqliteStore
 from services.http.tracing import RequestTracing
 
 log = logging.getLogger(__name__)
+_Model = TypeVar("_Model", bound=BaseModel)
 SMALL_BYTES = 64 << 10
 """Smaller bodies are parsed in the event loop, larger ones in a thread."""
 GRACE_S = 30.0
@@ -50,7 +53,8 @@ _ACCEPTING = 100
 _ROUNDS = 16
 """More rounds of the event loop than lie between the acceptance of a connection and the first line
 of its handler."""
-Hook = Callable[[], object] | Callable[[], Awaitable[object]]
+Hook = Callable[[], object]
+"""Its result may be awaitable."""
 _HEALTH = {
     "type": "object",
     "properties": {
@@ -261,6 +265,14 @@ async def read_json(request: Request) -> Any:
     if len(body) < SMALL_BYTES:
         return codec.parse_json(body)
     return await asyncio.to_thread(codec.parse_json, body)
+
+
+async def read_model(request: Request, kind: type[_Model]) -> _Model:
+    """Returns the JSON body of a request as a model, for a bare route. Raises what FastAPI does."""
+    try:
+        return kind.model_validate(await read_json(request))
+    except ValidationError as error:
+        raise RequestValidationError(error.errors()) from None
 
 
 class Server(uvicorn.Server):

@@ -48,18 +48,13 @@ def was_taken(sock: socket.socket) -> bool | None:
     state = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0]
     if state == _ESTABLISHED:
         return None
-    return state == _CLOSE_WAIT and _unacknowledged(sock) == 0
+    # SIOCOUTQ, which has the same number as TIOCOUTQ: bytes that the client has not acknowledged.
+    return state == _CLOSE_WAIT and _count(sock, termios.TIOCOUTQ) == 0
 
 
 def has_unread(sock: socket.socket) -> bool:
     """Returns whether bytes of the client have arrived that the server has not read yet."""
     return _count(sock, termios.FIONREAD) > 0
-
-
-def _unacknowledged(sock: socket.socket) -> int:
-    """Returns the number of bytes in a socket that its peer has not acknowledged."""
-    # This is SIOCOUTQ, which has the same number as TIOCOUTQ.
-    return _count(sock, termios.TIOCOUTQ)
 
 
 def _count(sock: socket.socket, request: int) -> int:

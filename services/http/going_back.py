@@ -32,17 +32,19 @@ class GoingBack:
             await send(message)
 
         seen = StoreMark.parse(Headers(scope=scope).get(STORE_HEADER, ""))
-        mark = store.mark
-        if mark.is_behind(seen):
-            try:
-                mark = await asyncio.to_thread(store.read_mark)
-            except ServiceError as error:  # which no handler of the app would see
-                await error_response(error, scope)(scope, receive, send)
-                return
-        if seen is None or not mark.is_behind(seen):
+        try:
+            if seen is not None and store.mark.is_behind(seen):
+                await asyncio.to_thread(_check, store, seen)
+        except ServiceError as error:  # which no handler of the app would see
+            await error_response(error, scope)(scope, receive, send)
+        else:
             await self.app(scope, receive, marked)
-            return
-        conflict = Conflict(
+
+
+def _check(store: SqliteStore, seen: StoreMark) -> None:
+    mark = store.read_mark()
+    if mark.is_behind(seen):
+        raise Conflict(
             f"the store has gone back: it has {mark.changes} changes, and this client has seen "
             f"{seen.changes}; its directory was set to an older copy",
             code="gone_back",
@@ -51,4 +53,3 @@ class GoingBack:
             remedy="start the run again: it resumes from its checkpoint, and collects again what "
             "it has not trained on",
         )
-        await error_response(conflict, scope)(scope, receive, send)

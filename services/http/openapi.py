@@ -8,7 +8,9 @@ from typing import Any
 
 import msgspec
 from fastapi import Response
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel
+
+from common.wire.schemas import Wire
 
 JSON = "application/json"
 OBJECT = {"type": "object"}
@@ -19,8 +21,12 @@ Schema = dict[str, Any]
 @cache
 def struct_schema(kind: type[msgspec.Struct]) -> Schema:
     """Returns the schema of a struct of `common.wire.schemas`."""
-    content = msgspec.json.schema(kind, schema_hook=lambda _: {"type": "array"})
-    return without_references(content)
+    return without_references(msgspec.json.schema(kind, schema_hook=lambda _: {"type": "array"}))
+
+
+@cache
+def _model_schema(kind: type[BaseModel]) -> Schema:
+    return without_references(kind.model_json_schema())
 
 
 def without_references(content: Schema) -> Schema:
@@ -44,10 +50,8 @@ def without_references(content: Schema) -> Schema:
     return dict(inlined({name: item for name, item in content.items() if name != "$defs"}))
 
 
-class ErrorDetail(BaseModel):
+class ErrorDetail(Wire):
     """The content of an error."""
-
-    model_config = ConfigDict(extra="forbid")
 
     code: str
     message: str
@@ -56,10 +60,8 @@ class ErrorDetail(BaseModel):
     remedy: str = ""
 
 
-class ErrorBody(BaseModel):
+class ErrorBody(Wire):
     """The one error shape."""
-
-    model_config = ConfigDict(extra="forbid")
 
     error: ErrorDetail
 
@@ -98,8 +100,7 @@ def described(
     responses = errors(*fails)
     arguments: dict[str, Any] = {"responses": responses}
     if body is not None:
-        found = body if isinstance(body, dict) else body.model_json_schema()
-        schema = without_references(found)
+        schema = without_references(body) if isinstance(body, dict) else _model_schema(body)
         arguments["openapi_extra"] = {
             "requestBody": {"required": True, "content": _content(schema, reads)}
         }

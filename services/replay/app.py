@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 
 import orjson
 from fastapi import FastAPI, Query, Request, Response
+from fastapi.responses import JSONResponse
 from pydantic import Field
 
 from common.errors import ServiceError
@@ -30,7 +31,7 @@ from common.wire.schemas import (
     TakeRequest,
     Wire,
 )
-from services.http.app import create_app
+from services.http.app import Service, create_app, read_model
 from services.http.disconnect import cancel_on_disconnect
 from services.http.openapi import JSON, described, errors, struct_schema
 from services.replay.buffer import Experience, ReplayBuffer, join, unpack_groups
@@ -120,38 +121,41 @@ def create_replay_app(
     return app
 
 
-def _queue_routes(app: FastAPI, worker: Worker) -> None:
+def _queue_routes(app: Service, worker: Worker) -> None:
+    """Adds the calls of every group, as bare routes, and the one that begins a run."""
     buffer = worker.buffer
 
-    @app.post(
-        "/groups",
-        **described(_GROUPS, reads=_KINDS, fails=(409,)),
-    )
-    async def add(request: Request) -> dict[str, int]:
+    async def add(request: Request) -> Response:
         """Stores groups (msgpack, or JSON with arrays as lists), durable when this answers;
         idempotent by id.
         """
         added = await worker.add(await _read_groups(request))
         request.app.state.run = logs.run_id()
-        return added
+        return JSONResponse(added)
 
-    @app.post(
-        "/groups/take",
-        **described(answer=struct_schema(TakenGroups), writes=_KINDS, fails=(409,)),
-    )
-    async def take(body: TakeRequest, request: Request) -> Response:
+    async def take(request: Request) -> Response:
         """Fresh groups, each handed out exactly once and leased until acknowledged."""
+        body = await read_model(request, TakeRequest)
         taken = await cancel_on_disconnect(request, worker.take(body), drain=True)
         if taken.ids:
             _note(request, f"{len(taken.ids)} groups were taken")
         return await _answer(request, taken.blobs, ids=taken.ids, evicted=taken.evicted)
 
-    @app.post("/groups/ack", responses=errors(404, 409))
-    async def ack(body: GroupIds) -> dict[str, int]:
+    async def ack(request: Request) -> Response:
         """Marks groups as trained on. Repeating the call changes nothing, nor does an unknown id,
         which gives a 404.
         """
-        return {"acknowledged": await worker.call_of_run(buffer.store.ack, body.ids)}
+        body = await read_model(request, GroupIds)
+        return JSONResponse({"acknowledged": await worker.call_of_run(buffer.store.ack, body.ids)})
+
+    counts = {"response_model": dict[str, int]}
+    app.add_bare_route("/groups", add, **counts, **described(_GROUPS, reads=_KINDS, fails=(409,)))
+    app.add_bare_route(
+        "/groups/take",
+        take,
+        **described(TakeRequest, struct_schema(TakenGroups), writes=_KINDS, fails=(409,)),
+    )
+    app.add_bare_route("/groups/ack", ack, **counts, **described(GroupIds, fails=(404, 409)))
 
     @app.post("/groups/reset_fresh", responses=errors(409))
     async def reset_fresh(

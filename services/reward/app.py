@@ -3,7 +3,7 @@
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
-from fastapi import FastAPI, Request
+from fastapi import FastAPI, Request, Response
 
 from common import Json
 from common.process.metrics import Metrics
@@ -15,8 +15,9 @@ from common.wire.schemas import (
     RewardItem,
     RewardResult,
 )
-from services.http.app import create_app
+from services.http.app import create_app, read_model
 from services.http.disconnect import cancel_on_disconnect
+from services.http.openapi import JSON, described
 from services.reward.functions.base import RewardFunction
 from services.reward.service import RewardService
 
@@ -65,10 +66,18 @@ def create_reward_app(
         results = await cancel_on_disconnect(request, service.score([item]))
         return results[0]
 
-    @app.post("/batch_reward")
-    async def batch_reward(body: BatchRewardRequest, request: Request) -> BatchRewardResult:
+    async def batch_reward(request: Request) -> Response:
         """Scores many answers, in order. The means are over the answers with a reward."""
-        return await cancel_on_disconnect(request, service.score_batch(body.items))
+        body = await read_model(request, BatchRewardRequest)
+        result = await cancel_on_disconnect(request, service.score_batch(body.items))
+        return Response(result.model_dump_json(), media_type=JSON)
+
+    app.add_bare_route(
+        "/batch_reward",
+        batch_reward,
+        response_model=BatchRewardResult,
+        **described(BatchRewardRequest),
+    )
 
     @app.post("/check_ground_truths")
     async def check_ground_truths(

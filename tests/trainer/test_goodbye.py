@@ -1,6 +1,7 @@
 """At the end of a run every service is flushed; a missing service does not make the run fail."""
 
 import logging
+from functools import partial
 
 import httpx
 import pytest
@@ -16,7 +17,7 @@ async def test_a_service_that_is_gone_is_named_and_the_others_are_flushed(
 ) -> None:
     flushed: list[str] = []
     apps = [
-        create_app(name, flush=lambda name=name: flushed.append(name))
+        create_app(name, flush=partial(flushed.append, name))
         for name in ("data-server", "replay-buffer")
     ]
     there = [
