@@ -114,9 +114,13 @@ class SqliteStore:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 if not path.exists():
                     self._create(schema)
-                self.db = self._connect(path)
-                self._file = self._identity()
+                # Transactions are explicit; `_lock` makes one connection safe for all threads.
+                self.db = sqlite3.connect(
+                    path, isolation_level=None, check_same_thread=False, timeout=self.busy_s
+                )
                 try:
+                    self._configure()
+                    self._file = self._identity()
                     self._check(schema)
                     self.mark = self._stored_mark()
                     self.check_content()
@@ -155,12 +159,14 @@ class SqliteStore:
             raise Damaged(f"the file is gone but its log {self.wal_path.name} is there")
         unnamed = self.path.with_name(f"{self.path.name}.new")
         unnamed.unlink(missing_ok=True)
-        with closing(self._connect(unnamed)) as db:
-            # One transaction: each declaration alone would be synced.
-            db.executescript(f"BEGIN; {schema}")
+        with closing(sqlite3.connect(unnamed, isolation_level=None)) as db:
+            # No log, as nobody reads the file before it is whole; one transaction, as each
+            # declaration alone would be synced.
+            db.executescript(
+                f"PRAGMA journal_mode = OFF; BEGIN; PRAGMA user_version = {self.layout}; {schema}"
+            )
             db.execute("INSERT INTO life VALUES (?, ?, ?)", sealed((secrets.randbits(52), 0)))
             self.fill(db)
-            db.execute(f"PRAGMA user_version = {self.layout}")
             db.execute("COMMIT")
         unnamed.replace(self.path)
         directory = os.open(self.path.parent, os.O_RDONLY)
@@ -169,19 +175,10 @@ class SqliteStore:
         finally:
             os.close(directory)
 
-    def _connect(self, path: Path) -> sqlite3.Connection:
-        # Transactions are explicit; `_lock` makes one connection safe for all threads.
-        db = sqlite3.connect(
-            path, isolation_level=None, check_same_thread=False, timeout=self.busy_s
-        )
-        try:
-            # `journal_mode` last: it opens the file, in the locking mode that `pragmas` may set.
-            for pragma in (*self.pragmas, "synchronous = FULL", "journal_mode = WAL"):
-                db.execute(f"PRAGMA {pragma}")
-        except BaseException:
-            db.close()
-            raise
-        return db
+    def _configure(self) -> None:
+        # `journal_mode` last: it opens the file, in the locking mode that `pragmas` may set.
+        for pragma in (*self.pragmas, "synchronous = FULL", "journal_mode = WAL"):
+            self.db.execute(f"PRAGMA {pragma}")
 
     def _check(self, schema: str) -> None:
         """Raises Damaged unless the file's structure is whole and is that of `schema`."""
