@@ -177,7 +177,8 @@ class Store(Database):
             answer = self.answer_to(_TAKE, request.request_id)
             if not taken:
                 if answer.get("answered"):
-                    return Lease([], [], self.evicted_for(request.request_id))
+                    # It is stored how many it evicted, since a response may be lost.
+                    return Lease([], [], answer.get("evicted", 0))
                 if fresh:
                     answer = self._evict(request, answer)
                     taken = self._first_fresh(request.count)
@@ -195,7 +196,7 @@ class Store(Database):
             ids = [record.id for _, record in taken]
             read = [] if request.ids_only else taken
             blobs = [self.data(key, record) for key, record in read]
-            return Lease(ids, blobs, int(answer.get("evicted", 0)))
+            return Lease(ids, blobs, answer.get("evicted", 0))
 
     def _first_fresh(self, count: int) -> list[tuple[int, GroupRecord]]:
         """Returns up to `count` fresh groups in the order in which they are taken."""
@@ -209,12 +210,6 @@ class Store(Database):
         if turns != sorted(turns) or len(found) < min(count, waiting):
             raise Damaged("the index of the groups that wait to be taken is wrong")
         return found
-
-    def evicted_for(self, request_id: str) -> int:
-        """Returns how many groups were too old for this request. The number is stored, since a
-        response may be lost.
-        """
-        return int(self.answer_to(_TAKE, request_id).get("evicted", 0))
 
     def next_expiry(self) -> float | None:
         """Returns the time at which the first lease ends, on the clock of `take`; None without

@@ -66,13 +66,13 @@ BUGS = {
     ),
     "an answered take forgets what it evicted": Bug(
         "services/replay/store.py",
-        "return Lease([], [], self.evicted_for(request.request_id))",
+        'return Lease([], [], answer.get("evicted", 0))',
         "return Lease([], [], 0)",
     ),
     "a take that ended empty is not over": Bug(
         "services/replay/store.py",
         "                taken = []\n",
-        "                return Lease([], [], self.evicted_for(request.request_id))\n",
+        '                return Lease([], [], answer.get("evicted", 0))\n',
     ),
     "a take looks for its lease when no group is fresh": Bug(
         "services/replay/store.py",
