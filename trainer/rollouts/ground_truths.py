@@ -83,16 +83,16 @@ class GroundTruthCheck:
         """Checks the problems of one split; returns how many were checked."""
         offset = 0
         try:
-            while True:
-                prompts = await list_prompts(PAGE, offset)
-                if not prompts:
-                    break
+            prompts = await list_prompts(PAGE, 0)
+            while prompts:
                 found, repaired = await check_prompts(
                     prompts, self._services.reward.check_ground_truths
                 )
                 self.unsolvable.update(found)
                 self._repaired += repaired
                 offset += len(prompts)
+                is_last = len(prompts) < PAGE
+                prompts = [] if is_last else await list_prompts(PAGE, offset)
         except ServiceError as error:
             log.warning("the ground truths after %d could not be checked: %s", offset, error)
         return offset
