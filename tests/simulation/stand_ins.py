@@ -8,10 +8,12 @@ import json
 import random
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from contextlib import contextmanager
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any, TypeVar
 from unittest.mock import patch
 
+import orjson
 from starlette.requests import ClientDisconnect
 
 from common.process.futures import forgettable
@@ -39,13 +41,13 @@ async def body_of(receive: Receive) -> Any:
             raise ClientDisconnect
         content += message.get("body", b"")
         if not message.get("more_body"):
-            return json.loads(content or b"{}")
+            return orjson.loads(content or b"{}")
 
 
 async def reply_to(send: Send, content: Any, status: int = 200) -> None:
     headers = [(b"content-type", b"application/json")]
     await send({"type": "http.response.start", "status": status, "headers": headers})
-    await send({"type": "http.response.body", "body": json.dumps(content).encode()})
+    await send({"type": "http.response.body", "body": orjson.dumps(content)})
 
 
 class Loop:
@@ -80,6 +82,7 @@ class Loop:
         self.call(asyncio.sleep(seconds))
 
 
+@lru_cache(1000)
 def _byte_of(text: str, place: int) -> float:
     return hashlib.sha256(text.encode()).digest()[place] / 256
 
@@ -186,6 +189,16 @@ class Engines:
         )
 
 
+def _handler_of(spec: WorkerSpec) -> Callable[[str], str]:
+    """Returns what a grader calls. All graders share it: the functions above keep nothing."""
+    return _handler(json.dumps(spec.arguments))
+
+
+@cache
+def _handler(arguments: str) -> Callable[[str], str]:
+    return prepare(json.loads(arguments))()
+
+
 class Graders:
     """Makes the grader processes of the reward-server: they die, hang and fail."""
 
@@ -199,7 +212,7 @@ class Graders:
         await asyncio.sleep(self._rng.uniform(0.01, 0.2))
         if self._rng.random() < self.failing:
             raise CallFailed("died", "it did not start")
-        return Grader(self, prepare(pool.spec.arguments)())
+        return Grader(self, _handler_of(pool.spec))
 
     def fault(self) -> str:
         """Draws what happens to a call; "" if nothing does."""
@@ -250,7 +263,7 @@ class Grader:
 
 def _tried(spec: WorkerSpec, *_: str) -> str:
     """What a process prints that makes the reward functions of `spec`."""
-    return prepare(spec.arguments)()('{"functions": true}')
+    return _handler_of(spec)('{"functions": true}')
 
 
 @contextmanager

@@ -155,7 +155,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         self._timers: list[tuple[float, int, _Handle]] = []
         """A heap, whose ties are in the order in which they began."""
         self._numbers = itertools.count()
-        self._ready: collections.deque[asyncio.Handle]
+        self._ready: collections.deque[Any]
         self._stopping: bool
         super().__init__(_NoSockets())
 
@@ -177,7 +177,9 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         *arguments: Any,
         context: contextvars.Context | None = None,
     ) -> asyncio.Handle:
-        return self.call_at(self.now + delay, callback, *arguments, context=context)
+        timer = _Handle(callback, arguments, self, context)
+        heapq.heappush(self._timers, (self.now + delay, next(self._numbers), timer))
+        return timer
 
     def _run_once(self) -> None:
         """Runs what is due, in the place of asyncio's: to wait is to move the clock."""
@@ -195,8 +197,15 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         # What these begin follows in the next turn.
         for _ in range(len(ready)):
             handle = ready.popleft()
-            if not handle._cancelled:
-                handle._run()
+            if handle._cancelled:
+                continue
+            # As `Handle._run`, without a call in Python for each.
+            try:
+                handle._context.run(handle._callback, *handle._args)
+            except (SystemExit, KeyboardInterrupt):
+                raise
+            except BaseException as error:
+                self.call_exception_handler({"message": "a callback failed", "exception": error})
 
     def time(self) -> float:
         return self.now

@@ -97,6 +97,13 @@ def _prompts() -> list[Prompt]:
 
 
 @lru_cache
+def _order(seed: int, epoch: int) -> list[int]:
+    """Returns the places of the prompts of an epoch."""
+    order: list[int] = permutation(seed, epoch, PROMPTS).tolist()
+    return order
+
+
+@lru_cache
 def _config(
     staleness: int, when_stale: str, *, reuse: float, capacity: int, more: tuple[Any, ...]
 ) -> Config:
@@ -552,4 +559,4 @@ class World(Scene):
         of the run alone.
         """
         epoch, place = divmod(position, PROMPTS)
-        return _prompts()[int(permutation(self.config.seed, epoch, PROMPTS)[place])].id
+        return _prompts()[_order(self.config.seed, epoch)[place]].id
