@@ -176,8 +176,8 @@ class Store(Database):
                 )
             answer = self.answer_to(_TAKE, request.request_id)
             if not taken:
+                # What it evicted is stored with it, since a response may be lost.
                 if answer.get("answered"):
-                    # It is stored how many it evicted, since a response may be lost.
                     return Lease([], [], answer.get("evicted", 0))
                 if fresh:
                     answer = self._evict(request, answer)
