@@ -68,8 +68,10 @@ class Engine(StandIn):
         self.weights: int | None = None
         self._loads = loads
         """The calls to load weights that have reached this node's engines."""
+        self._last_asked: int | None = None
+        """The weights of the start, or of its agent's last call: no copy."""
         self.is_set_back = False
-        """Whether a copy of an earlier one has replaced its weights."""
+        """Whether a copy of an earlier one has replaced them."""
         self.is_loading = True
         self.is_up = False
         self._running = 0
@@ -84,6 +86,7 @@ class Engine(StandIn):
         """Reads the weights of the start."""
         await asyncio.sleep(self._rng.uniform(0.2, 2.0))
         self.weights = weights_in(self._path)
+        self._last_asked = self.weights
         self.is_loading = False
         self.is_up = True
         self._may_run.set()
@@ -124,7 +127,10 @@ class Engine(StandIn):
                 weights = weights_in(body["model_path"])
             except FileNotFoundError as error:  # a late copy of a call: its files are gone
                 return _reply({"error": {"message": str(error)}}, 400)
-            self.is_set_back = is_copy and weights != self.weights
+            if not is_copy:
+                self._last_asked = weights
+            # A copy of the last call brings the newest weights back.
+            self.is_set_back = weights != self._last_asked
             self.weights = weights
             self._label = body["weight_version"]
         return _reply({"success": True})

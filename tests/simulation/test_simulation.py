@@ -22,8 +22,9 @@ FULL_WHILE_IT_STARTS = (955, 1148)
 LISTED_WHILE_IT_STARTS = (97,)
 """Seeds with which a node comes back, cut off from the trainer, while the router lists its engine."""
 
-SET_BACK = (41, 40_023)
-"""Seeds with which a late copy of a call makes an engine load older weights again."""
+SET_BACK = (41, 40_023, 120_001)
+"""Seeds with which a late copy of a call makes an engine load older weights again; in the last one
+another copy brings the newest ones back."""
 
 NOT_HEARD = (70_150,)
 """Seeds with which an agent is told that the trainer goes on without it, and does not get the answer."""
