@@ -28,14 +28,16 @@ remark: which, after, from, is the answer, is the final answer, is the correct a
     and thus, and hence, and therefore, and our, for all, for every, for each, for any, for the,
     for this, for these, for those, for both, of the, of a, of an, of his, of her, of its, of their,
     of all, are left, is left, were left, remain, are needed, in total, in all, in simplest,
-    in lowest, in reduced, in this, in the;
+    in lowest, in reduced, in this, in the, is correct, is right,
+    is the (?:right|correct|best) (?:answer|option|choice|one);
 continues: alternatively, and, or, but, maybe, perhaps, possibly, probably, though, although, not,
     nor, either, if, unless, plus, minus, times, otherwise, mod;
 denied filler: be, equal, equals, to, is, really, exactly, definitely, just, the, actually, option,
     get, have, x, =, that, it;
 believes: true, think, believe, say, claim, the case, way;
 no label: if, suppose, assume, assuming, whether, when, unless, wrong, incorrect, false, check,
-    verify, student, his, her, their, your;
+    verify, student, his, her, their, your, last \w+, previously, previous, earlier, yesterday,
+    at first, initially;
 leads to a value: of, for, by, in, from, to, the, than, each, and, or, x, at, other, these, so, is,
     was, on, over, per, during, until, before;
 acts: has, have, had, is, are, was, were, will, can, would, should, must, needs?, needed, earns?,

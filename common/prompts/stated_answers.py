@@ -5,6 +5,7 @@ Every step takes time linear in the length of any text: responses are untrusted.
 """
 
 import re
+from collections.abc import Callable
 from itertools import islice
 from operator import attrgetter
 from typing import NamedTuple
@@ -135,6 +136,7 @@ _LABEL = re.compile(
         (?:\s(?:to|for|of|in|we|i|that|here|then|must|would|should|will)\b[^.\n:=!?$]{{0,80}}?)??
         [\s*_`"')]{{0,4}}
         (?:{phrases("states")}\b(?:\s?:)?|[:：]|=>?|[-=]>|(?=\s{phrases("wavers")}\b))
+    | (?P<part>\banswer\s\(?[A-H1-9]\)?\s?[:：=])
     | \b(?:so|thus|hence|therefore),?\s(?:it\sis\s|it['’]s\s)?(?=(?:option|choice)\s\(?[A-H]\b)
     | \b(?:correct|right)\s(?:choice|option|value|number|result)\s{phrases("states")}\b
     | (?:^|[.\n])[\s#>*_-]{{0,8}}(?:final(?:\ result|\ value)?|result)[*_\s]{{0,4}}[:：]
@@ -248,15 +250,16 @@ def stated_answer(text: str) -> str | None:
     return None
 
 
-def before_next_question(text: str) -> str:
+def before_next_question(text: str, value_of: Callable[[str], str | None]) -> str:
     """Returns the text up to a heading "Question:" (or "Problem:", "Q:", "User:") that follows a
-    complete answer: from there on, the model makes up the next problem.
+    complete answer: from there on, the model makes up the next problem. A computation that ends
+    with a value, which `value_of` finds, is complete without a label.
     """
     if not _SIGN_OF_QUESTION.search(text):
         return text
     for asked in islice(_NEXT_QUESTION.finditer(text), _MAX_QUESTIONS):
         head = text[: asked.start()]
-        if stated_answer(head):
+        if stated_answer(head) or ("=" in head and value_of(head)):
             return head
     return text
 
@@ -313,7 +316,11 @@ def _with_labels(text: str, marks: list[Mark], position: int) -> list[Mark]:
     """
     for label in list(_LABEL.finditer(text, position))[-_MAX_LABELS:]:
         before = text[max(0, label.start() - 200) : label.end()]
-        is_case = _CASE_BEFORE.search(before) or _CASE_AFTER.match(text, label.end())
+        is_case = (
+            label["part"]  # of several: "Answer A: 17, Answer B: 18"
+            or _CASE_BEFORE.search(before)
+            or _CASE_AFTER.match(text, label.end())
+        )
         marks.append(Mark("case" if is_case else "label", *label.span()))
     marks.sort(key=attrgetter("end"))
     stated = [mark for mark in marks if mark.kind != "case"]

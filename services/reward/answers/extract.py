@@ -24,18 +24,29 @@ from common.prompts.stated_answers import (
 )
 from services.reward.answers.exact import same_answer
 from services.reward.answers.golds import repaired, with_single_backslashes
+from services.reward.answers.units import MEASURE
 
-_DIGITS = r"(?:[0-9]{1,3}(?:(?:,|\{,\}|,\\!|\ )[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?"
 _RATIO = r"(?:/[0-9]+(?![0-9]|\.[0-9]))"
+# The measure of a value in prose: 5 "km per hour".
+_UNIT = (
+    rf"\s(?:(?:square|cubic|sq|cu)\.?\s)?{MEASURE}s?(?:\^?[23²³]|\s(?:squared|cubed))?"
+    rf"(?:(?:\s?/\s?|\sper\s){MEASURE}s?)?(?![\w'’/&-])"
+)
 _VALUE = (
     r"(?:(?:(?<==)|(?<=:)|(?<=\bis)|(?<=equals)|(?<=\*\*))\s*[-−–]\s+"
     r"|\A\s*[-−–]\s+(?=[0-9.]+\s*\Z)|(?<![\w)}.])[-−])?\\?[$€£¥]?"
-    r"(?:\\[dt]?frac\{-?[0-9]+\}\{-?[0-9]+\}"
-    rf"|(?:{_DIGITS}|(?<![0-9])\.[0-9]+)(?:[eE][+-]?[0-9]+)?(?:{_RATIO}|\ [0-9]+{_RATIO})?)"
-    r"(?:\s?\\?%|\s(?:dozen|hundred|thousand|million|billion|trillion)\b)?|[\ue000-\uf8ff]"
+    r"(?:\\[dt]?frac\{-?[0-9]+\}\{-?[0-9]+\}|(?:(?<![0-9])[0-9]{1,9}\s?\*?\s?)?sqrt\([0-9]{1,9}\)"
+    # a 1 in 4 chance, 2 and 3/4 cups, 1:05 pm
+    r"|(?<![0-9])[0-9]{1,9}\s(?:in|out\sof)\s(?:every\s)?[0-9]+(?=\s(?:chance|probability)\b)"
+    r"|(?<![0-9])[0-9]{1,9}\sand\s[0-9]/[0-9]{1,2}\s[a-z]{2,}"
+    r"|(?<![0-9:])[0-9]{1,2}:[0-5][0-9]\s?[AaPp]\.?[Mm]\b"
+    r"|(?:(?:[0-9]{1,3}(?:(?:,|\{,\}|,\\!|\ )[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?"
+    rf"|(?<![0-9])\.[0-9]+)(?:[eE][+-]?[0-9]+)?(?:{_RATIO}|\ [0-9]+{_RATIO})?)"
+    rf"(?:\s?\\?%|\s(?:dozen|hundred|thousand|million|billion|trillion)\b|{_UNIT})?|[\ue000-\uf8ff]"
 )
 _VALUES = re.compile(_VALUE)
 _BOLD = re.compile(r"(?<![\w*])\*\*(?![\s*])([^*\n]{1,200}?)(?<![\s:])\*\*(?![\w*:])")
+_CHOICE = re.compile(r"\(?[A-H][).:]\s\S")  # "A) 0.3"
 _LAST = re.compile(r".*(?:[0-9$]|\\[\])]|\*\*|\})", re.DOTALL)
 _WINDOW_CHARS = 4096
 _FEW_DIGITS = 20
@@ -47,10 +58,14 @@ _HEDGE_BEFORE = re.compile(
     re.IGNORECASE,
 )
 _VERB = rf"\b{phrases('starts anew')}\b"
+_SAYS = rf"\b(?=[a-z]+\s(?:[^a-z]|\Z))(?:{phrases('acts')}|equals|gives)\s"
 _DENIED_OR_SUPPOSED = re.compile(  # such as: We cannot have exactly; if there were
     rf"(?:\b|(?=n['’]t)){phrases('denies')}(?:\s+(?!but\b|and\b|{_VERB})\w+){{0,2}}"
     rf"\s+{_VERB}(?:(?!{_VERB})[^=:;,])*\Z"
-    r"|\b(?:if|unless|whether|suppose|assum(?:e|ing))\b(?:(?!\bthen\b)[^,;:=])*\Z",
+    r"|\b(?:if|unless|whether|suppose|assum(?:e|ing))\b(?:(?!\bthen\b)[^,;:=])*\Z"
+    # the second of two claims, of which a reader cannot choose one: He paid $8 and got
+    rf"|{_SAYS}(?:{_VALUE})(?=[^=:;]*\b(?:and|while|whereas)\s)"
+    rf"(?:(?!\b(?:so|thus|hence|therefore|then|which|total|together)\b)[^=:;]){{0,260}}{_SAYS}\Z",
     re.IGNORECASE,
 )
 _SIGN_IN_WORDS = re.compile(
@@ -68,12 +83,15 @@ _HEDGE_AFTER = re.compile(
 )
 _CLAUSE = re.compile(r"[,;:]|\b(?:so|thus|hence|therefore|but)\b", re.IGNORECASE)
 _SUBORDINATE = re.compile(
-    rf"""(?<=[\w*)\ue000-\uf8ff])\s*,?\s+(?:(?:since|because)\b(?:[^,:]|,(?=[0-9]))*
+    rf"""(?<=[\w*)°%\ue000-\uf8ff])\s*,?\s+(?:(?:since|because|although|though)\b(?:[^,:]|,(?=[0-9]))*
     | (?:(?:after|by)\s\w+ing|after|from|when)\b
         (?:(?!\b{phrases("starts anew")}\b)[^,:;=]|,(?=[0-9]))*\Z)
     # 42, including 5; 42, which is 8 fewer than before
     | ,\s(?:including|excluding|counting|which\sis\s(?:{_VALUE})\s(?:more|less|fewer)\b)
         (?:(?!{_VERB})[^:;=])*\Z
+    # 1/4 (25%); 0.25, or 25%
+    | (?<=[0-9}}\ue000-\uf8ff])(?:\s\(=?\s?[0-9.]+\s?\\?%\)
+        |,?\s(?:or|which\sis|i\.e\.,?)\s(?:about\s)?[0-9.]+\\?%)
     # 18, not 20
     | ,\s(?:{phrases("instead")}|nicht|não|no|non|pas|не)\s(?:{_VALUE})(?=[\s*]*\Z)
     # 9 of the 12, and not half or a quarter of it
@@ -85,35 +103,41 @@ _SUBORDINATE = re.compile(
 # The circumstances of a value may have values of their own: 45 "minutes to clean the 3 rooms".
 # After a computation ("= 45 minutes in 5 days") any preposition begins them.
 _LEADS = phrases("leads to a value")
-_NOUN = rf"(?:[\s-](?!{_LEADS}\b|{_VERB})[^\W\d_][\w'’/]*){{0,6}}"
-_ASIDE = rf"\s(?:(?!{_VERB}|(?<!in\s)total\b)[^=:;,]|,(?=[0-9])){{0,200}}\Z"
+_NOUN = (  # of 5 "red boxes of tea" and $42 "each week"
+    rf"(?:[\s-](?:(?:of|each|every|per|a)\s(?=[a-z]))?(?!{_LEADS}\b|{_VERB})[^\W\d_][\w'’/]*){{0,6}}"
+)
 _CIRCUMSTANCES = re.compile(
     rf"""(?P<value> (?P<computed>=\s*)?+
-        (?(computed)|\b(?=[a-z]+\s[^a-z])(?!{_LEADS}\s)[a-z]+\s) (?:{_VALUE}) ){_NOUN}\s
-        (?: out\sof | (?:for|in|than|over|on|at)\s(?:the|all|these|those|his|her|their|\$?[0-9]+)\b
-        | to\s(?!make|get\b(?!\sto)|reach|give|obtain|a\b|the\b)[a-z]+
-        | (?(computed)(?:for|in|over|per|during|than|until|before|on|of|to(?=\s[a-z]))\b|(?!)) )
-        {_ASIDE}""",
+        (?(computed)|\b(?=[a-z]+\s[^a-z])(?!{_LEADS}\s)[a-z]+\s) (?>{_VALUE}) )
+    (?(computed) (?=\s)(?!\s?[-−–+*/×÷^x]\s|\s(?:{_VALUE})\s?[-−–+*/×÷^=])
+        (?!.*\s(?:or|so|which)\b|{_NOUN}\sand\b)
+    | {_NOUN} (?:
+          (?:\s(?:of|on|in|at|for)(?:\s[a-z]+){{1,2}})?
+            ,\s(?:{_VALUE})\s(?:in|for|per|of|on|at|from|each|to|with|by|[a-z]+(?:ing|ed))\b
+        | \s(?: (?:out\s)?of(?=\s\$?[0-9]) | between | (?:per|each|every)
+            | (?:for|in|than|over|on|at)\s(?:the|all|these|those|his|her|their|\$?[0-9]+)\b
+            | to\s(?!make|get\b(?!\sto)|reach|give|obtain|a\b|the\b)[a-z]+ ) ) )
+        \s(?:(?!{_VERB}|and\s{phrases("acts")}\b|(?<!in\s)total\b)[^=:;,]|[,:](?=[0-9])){{0,200}}\Z""",
     re.IGNORECASE | re.VERBOSE,
 )
 # "3 + " of a computation without its value
 _UNFINISHED = re.compile(r"(?:(?:[0-9)]|\b[a-z])\s[-−–]|[0-9a-z)²³]\s[+*×÷/]|[0-9]\sx)\s\Z")
 _ITEM = rf"(?:[A-Za-z]\s?=\s?)?(?:{_VALUE})"
 _LISTED = re.compile(
-    rf"""(?:\A|[=:]|\b(?:is|are|es|son|ist|sind|est|sont|é|são|è|sono)\b)[\s*]*
+    rf"""(?:\A|[=:]|\b(?:[Ss]o|[Tt]hen|[Tt]hus|[Hh]ence|[Tt]herefore|gives
+        |is|are|es|son|ist|sind|est|sont|é|são|è|sono)\b)[\s*]*
     ((?:{_ITEM}\s*(?:[,;]\s+|(?<=\s))(?:(?:or|and|oder|und|o|y|ou|et|e|или|и)\s+)?){{1,20}}
     {_ITEM})\Z""",
     re.VERBOSE,
 )
 _MONTH = rf"(?:{'|'.join(filter(None, (*calendar.month_name, *calendar.month_abbr)))})\b\.?"
 _DAY = r"[0-9]{1,2}(?:st|nd|rd|th)?"
-_YEAR = r"(?:,?\s+[0-9]{4})?"
 # A tuple, a date, or 1 hour and 30 minutes: its numbers are no answers by themselves.
 _WHOLE = re.compile(
     rf"[(\[]\s*(?:(?:{_VALUE})\s*,\s*){{1,20}}(?:{_VALUE})\s*[)\]]"
-    rf"|(?=[^\sA-Za-z])(?:{_VALUE})(?:\s(?!{_LEADS}\b|{_VERB})[a-z]+,?(?:\s(?:{_VALUE}))?){{1,9}}"
-    rf"\sand\s(?:{_VALUE})\s[a-z]+"
-    rf"|(?:\b{_DAY}\s+(?:of\s+)?{_MONTH}|\b{_MONTH}\s+{_DAY}\b){_YEAR}"
+    rf"|(?=[^\sA-Za-z])(?:{_VALUE})(?:(?<=[a-z])(?:,?\s(?:and\s)?(?:{_VALUE})(?<=[a-z])){{1,3}}"
+    rf"|(?:\s(?!{_LEADS}\b|{_VERB})[a-z]+,?(?:\s(?:{_VALUE}))?){{1,9}}\sand\s(?:{_VALUE})\s[a-z]+)"
+    rf"|(?:\b{_DAY}\s+(?:of\s+)?{_MONTH}|\b{_MONTH}\s+{_DAY}\b)(?:,?\s+[0-9]{{4}})?"
 )
 _ALIGNED = re.compile(r"\\begin\{(?:align|gather|split|eqnarray|multline)")
 # A row ends at `\\` outside a matrix.
@@ -126,11 +150,10 @@ _SMALL_NUMBER = (
     r"|(?:thir|four|fif|six|seven|eigh|nine)teen"
     r"|(?:twen|thir|for|fif|six|seven|eigh|nine)ty(?:-[a-z]+)?)"
 )
-_SIZE = r"(?:hundred|thousand|million)"
 # A whole number in words: "forty-two", "one hundred and twenty".
 _NUMBER_WORD = re.compile(
-    rf"\b(?:{_SMALL_NUMBER}|(?:one|a)\s{_SIZE})"
-    rf"(?:\s(?:{_SIZE}|(?:and\s)?(?:{_SMALL_NUMBER}|one)))*\b(?! of\b)"
+    rf"\b(?:{_SMALL_NUMBER}|(?:one|a)\s(?:hundred|thousand|million))"
+    rf"(?:\s(?:(?:hundred|thousand|million)|(?:and\s)?(?:{_SMALL_NUMBER}|one)))*\b(?! of\b)"
 )
 _REFUSED = re.compile(
     r"""\bI(?:['’]m|\sam|\swas)?
@@ -167,11 +190,12 @@ def extract_answer(response: str) -> str | None:
     """Returns the final answer of a response, cleaned. Returns None if there is none, or if it is
     hedged, denied, or longer than `MAX_ANSWER_CHARS`.
     """
-    text = before_next_question(in_digits(answering_part(with_single_backslashes(response))))
+    text = in_digits(answering_part(with_single_backslashes(response)))
+    text = before_next_question(text, value_of=last_value)
     answer = stated_answer(text)
     if answer is None:
         answer = last_value(text)
-    elif _CLAUSE_WITH_VERB.match(answer) and len(_VALUES.findall(answer)) == 1:
+    elif _CLAUSE_WITH_VERB.match(answer) and _VALUES.search(answer):
         answer = None if _HEDGE_BEFORE.search(answer) else last_value(answer)
     return _single_answer(answer or "")
 
@@ -218,12 +242,12 @@ def last_value(text: str) -> str | None:
         if "inus" in sentence or "egative" in sentence:
             sentence = _SIGN_IN_WORDS.sub(r"\1-", sentence)
         bold = list(_BOLD.finditer(sentence))
-        if bold and not _VALUES.search(sentence):
+        if bold and (_CHOICE.match(bold[0][1]) or not _VALUES.search(sentence)):
             return None if len(bold) > 1 or DOUBT.search(sentence) else clean(bold[0][1])
         ends = [match.end(1) for match in bold if _VALUES.search(match[1])]
-        for value in reversed(_asserted(sentence, ends[-1] if ends else len(sentence))):
+        for value in reversed(_asserted(sentence, max(ends, default=len(sentence)))):
             formula = unmasked(value.group(), formulas)
-            if formula.strip() and len(_WORD.findall(formula)) < 2:
+            if formula.strip() and len(_WORD.findall(_VALUES.sub("", formula))) < 2:
                 return _value_in_context(value, formulas)
     return None
 
@@ -253,7 +277,8 @@ def _value_in_context(value: re.Match[str], formulas: list[str]) -> str | None:
     Returns None if its sentence hedges or denies it.
     """
     sentence = value.string
-    left = sentence[: value.start()]
+    listed = _LISTED.search(sentence[: value.end()])
+    left = sentence[: listed.start(1) if listed else value.start()]
     if (
         _HEDGE_BEFORE.search(_ANEW.split(left)[-1])
         or _DENIED_OR_SUPPOSED.search(left)
@@ -265,7 +290,6 @@ def _value_in_context(value: re.Match[str], formulas: list[str]) -> str | None:
     for whole in _WHOLE.finditer(sentence):
         if whole.start() <= value.start() < whole.end():
             return clean(unmasked(whole.group(), formulas))
-    listed = _LISTED.search(sentence[: value.end()])
     if listed:
         return clean(unmasked(listed[1], formulas))
     found = value.group()

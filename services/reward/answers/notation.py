@@ -211,8 +211,20 @@ _STEPS: tuple[tuple[str, str, Replacement], ...] = (
         _repeating,
     ),
     ("{\\frac", r"(?<=[0-9])\s*\{\s*(\\frac\s*\{[0-9]+\}\s*\{[0-9]+\})\s*\}", r"\1"),
-    # Mixed numbers. Not over a line break: that joins two numbers
-    ("/", rf"{_WHOLE}(?: |~|\\[,;: ])+([0-9]{{1,30}})/([0-9]{{1,30}})(?![0-9.])", _mixed),
+    # $12k, and a 1 in 4 chance
+    ("$", r"(?<=\$)(\s?[0-9][0-9.,]*)\s?[kK]\b", r"\1 thousand"),
+    (
+        "",
+        r"([0-9])\s*(?:\\text\s*\{)?\s*(?:in|out of)\s*\}?\s*([0-9]+)\s*(?:chance)?\s*$",
+        r"\1/\2",
+    ),
+    # Mixed numbers, also "2 and 3/4 cups". Not over a line break: that joins two numbers
+    (
+        "/",
+        rf"{_WHOLE}(?:(?: |~|\\[,;: ])+| and (?=[0-9]+/[0-9]+ [a-z]{{2}}))"
+        r"([0-9]{1,30})/([0-9]{1,30})(?![0-9.])",
+        _mixed,
+    ),
     (
         "\\frac",
         rf"{_WHOLE}{_GAP}\\frac *(?:\{{ *([0-9]{{1,30}}) *\}}|([0-9]))"

@@ -662,7 +662,9 @@ def _side_values(pieces: list[Tokens]) -> list[Value]:
             if has_doubts(piece) or not re.fullmatch(r"(?=.*[A-Za-z])[\x00-\x7f]+", written(piece)):
                 raise
             continue
-        if value.node is not None and not re.fullmatch(r"[A-Za-z] \( [-0-9 ,]+ \)", written(piece)):
+        if value.node is not None and not re.fullmatch(
+            r"[A-Za-z](?: ')* \( [-0-9 ,]+ \)", written(piece)
+        ):
             values.append(value)
     return values
 

@@ -104,12 +104,8 @@ _SCALES = {
     "trillion": "1e12", "tenth": "0.1", "hundredth": "0.01", "thousandth": "0.001",
     "millionth": "1e-6",
 }  # fmt: skip
-_NO_THINGS = (
-    _GLUE
-    | DOUBTS
-    | {*NUMBERS, *(f"{name}s" for name in NUMBERS), "sixes", *_SCALES}
-    | {f"{name}s" for name in _SCALES}
-)
+_SIZES = {*NUMBERS, *_SCALES}
+_NO_THINGS = _GLUE | DOUBTS | _SIZES | {"sixes", *(f"{name}s" for name in _SIZES)}
 _ADJECTIVES = words(
     "full whole total more extra additional different distinct possible real positive negative old "
     "new sq square cubic cu us u.s. american fluid"
@@ -157,6 +153,12 @@ for _entry in _MEASURES.strip().replace("\n", ";").split(";"):
     _base, _power, _parts = _DERIVED.get(_dimension, (_dimension, 1, 1))
     for _name in _names.split():
         _TABLE[_name] = Unit(((_base, _power),), Fraction(_size) / _parts, _dimension == "coin")
+# Names of measures that are no other words, without coins, which are counted.
+_IN_PROSE = (
+    r"[mgshL]|(?!(?:in|am|pm|won|beat|mole|grad|unit|deg\w*|penn\w+|nickel|dime|quarter)$)[a-z]{2,}"
+)
+_measures = filter(re.compile(_IN_PROSE).fullmatch, _TABLE)
+MEASURE = f"(?:{'|'.join(sorted(_measures, key=len, reverse=True))})"
 CURRENCIES = words("$ € £ ¥ ₹ ₩ usd cad aud nzd eur gbp inr cny rmb jpy krw php rs")
 _SIGNS = CURRENCIES | {"%", DEGREE}
 # Letters that are units after a space or a decimal; outside \\text, other letters are variables.
