@@ -259,7 +259,7 @@ def before_next_question(text: str, value_of: Callable[[str], str | None]) -> st
         return text
     for asked in islice(_NEXT_QUESTION.finditer(text), _MAX_QUESTIONS):
         head = text[: asked.start()]
-        if stated_answer(head) or ("=" in head and value_of(head)):
+        if stated_answer(head) or (re.search("[0-9)] ?=", head) and value_of(head)):
             return head
     return text
 

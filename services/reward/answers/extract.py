@@ -89,7 +89,8 @@ _SUBORDINATE = re.compile(
     # 42, including 5; 42, which is 8 fewer than before
     | ,\s(?:including|excluding|counting|which\sis\s(?:{_VALUE})\s(?:more|less|fewer)\b)
         (?:(?!{_VERB})[^:;=])*\Z
-    # 1/4 (25%); 0.25, or 25%
+    # 1/4 (25%); 0.25, or 25%; 25%, or 1/4
+    | (?<=%)(?:\s\(=?\s?[0-9./]+\)|,?\s(?:or|which\sis|i\.e\.,?)\s[0-9./]+(?![0-9./%\w]))
     | (?<=[0-9}}\ue000-\uf8ff])(?:\s\(=?\s?[0-9.]+\s?\\?%\)
         |,?\s(?:or|which\sis|i\.e\.,?)\s(?:about\s)?[0-9.]+\\?%)
     # 18, not 20
@@ -97,7 +98,7 @@ _SUBORDINATE = re.compile(
     # 9 of the 12, and not half or a quarter of it
     | (?<=[0-9])(?<![/.][0-9])(?<![/.][0-9]{{2}})\s(?:out\s)?of\s
         (?:(?:the|his|her|its|their|our|my|these|those)\s)?
-        [0-9][0-9,]*\b""",
+        [0-9][0-9,]*\b(?!\s(?:chance|probability)\b)""",
     re.VERBOSE,
 )
 # The circumstances of a value may have values of their own: 45 "minutes to clean the 3 rooms".
@@ -111,6 +112,7 @@ _CIRCUMSTANCES = re.compile(
         (?(computed)|\b(?=[a-z]+\s[^a-z])(?!{_LEADS}\s)[a-z]+\s) (?>{_VALUE}) )
     (?(computed) (?=\s)(?!\s?[-−–+*/×÷^x]\s|\s(?:{_VALUE})\s?[-−–+*/×÷^=])
         (?!.*\s(?:or|so|which)\b|{_NOUN}\sand\b)
+        (?:{_NOUN}\s(?:is|are|was|were)(?=\s[a-z]))?
     | {_NOUN} (?:
           (?:\s(?:of|on|in|at|for)(?:\s[a-z]+){{1,2}})?
             ,\s(?:{_VALUE})\s(?:in|for|per|of|on|at|from|each|to|with|by|[a-z]+(?:ing|ed))\b
@@ -124,20 +126,19 @@ _CIRCUMSTANCES = re.compile(
 _UNFINISHED = re.compile(r"(?:(?:[0-9)]|\b[a-z])\s[-−–]|[0-9a-z)²³]\s[+*×÷/]|[0-9]\sx)\s\Z")
 _ITEM = rf"(?:[A-Za-z]\s?=\s?)?(?:{_VALUE})"
 _LISTED = re.compile(
-    rf"""(?:\A|[=:]|\b(?:[Ss]o|[Tt]hen|[Tt]hus|[Hh]ence|[Tt]herefore|gives
-        |is|are|es|son|ist|sind|est|sont|é|são|è|sono)\b)[\s*]*
+    rf"""(?:\A|[=:]|\b(?:[Ss]o|[Tt]hen|[Tt]hus|[Hh]ence|[Tt]herefore|gives)\b(?=[^,]*\Z)
+        |\b(?:is|are|es|son|ist|sind|est|sont|é|são|è|sono)\b)[\s*]*
     ((?:{_ITEM}\s*(?:[,;]\s+|(?<=\s))(?:(?:or|and|oder|und|o|y|ou|et|e|или|и)\s+)?){{1,20}}
     {_ITEM})\Z""",
     re.VERBOSE,
 )
 _MONTH = rf"(?:{'|'.join(filter(None, (*calendar.month_name, *calendar.month_abbr)))})\b\.?"
-_DAY = r"[0-9]{1,2}(?:st|nd|rd|th)?"
 # A tuple, a date, or 1 hour and 30 minutes: its numbers are no answers by themselves.
 _WHOLE = re.compile(
     rf"[(\[]\s*(?:(?:{_VALUE})\s*,\s*){{1,20}}(?:{_VALUE})\s*[)\]]"
     rf"|(?=[^\sA-Za-z])(?:{_VALUE})(?:(?<=[a-z])(?:,?\s(?:and\s)?(?:{_VALUE})(?<=[a-z])){{1,3}}"
     rf"|(?:\s(?!{_LEADS}\b|{_VERB})[a-z]+,?(?:\s(?:{_VALUE}))?){{1,9}}\sand\s(?:{_VALUE})\s[a-z]+)"
-    rf"|(?:\b{_DAY}\s+(?:of\s+)?{_MONTH}|\b{_MONTH}\s+{_DAY}\b)(?:,?\s+[0-9]{{4}})?"
+    rf"|(?:\b[0-9]{{1,2}}(?:st|nd|rd|th)?\s+(?:of\s+)?{_MONTH}|\b{_MONTH}\s+[0-9]{{1,2}}(?:st|nd|rd|th)?\b)(?:,?\s+[0-9]{{4}})?"
 )
 _ALIGNED = re.compile(r"\\begin\{(?:align|gather|split|eqnarray|multline)")
 # A row ends at `\\` outside a matrix.
