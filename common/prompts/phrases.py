@@ -49,8 +49,8 @@ others say: common mistake, common error, misconception, mistake is, mistake wou
     (?:say|think|answer|guess),
     tempt(?:ing|ed) to (?:say|think|answer|guess|conclude);
 starts anew: is, are, was, were, must be, would be, will be, should be, to be, equals, rounds to,
-    rounds up to, rounded to, gives, makes, leaves, leaving, making, giving, has, have, had, so,
-    thus, hence, therefore, then;
+    rounds up to, rounded to, adds? up to, gives, makes, leaves, leaving, making, giving, has, have,
+    had, so, thus, hence, therefore, then;
 limits: not, never, fail to, fails to, failed to, unable to, none, hardly, barely, scarcely, cannot,
     can be, not equal to, not be, without, except, except for, besides, other than, anything but,
     far from, or, between, less than, more than, fewer than, greater than, larger than,

@@ -83,12 +83,15 @@ _HEDGE_AFTER = re.compile(
 )
 _CLAUSE = re.compile(r"[,;:]|\b(?:so|thus|hence|therefore|but)\b", re.IGNORECASE)
 _SUBORDINATE = re.compile(
-    rf"""(?<=[\w*)°%\ue000-\uf8ff])\s*,?\s+(?:(?:since|because|although|though)\b(?:[^,:]|,(?=[0-9]))*
+    rf"""(?<=[\w*)°%\ue000-\uf8ff])\s*,?\s+(?:
+    (?:since|because|although|though)\b(?:[^,:]|,(?=[0-9]))*
     | (?:(?:after|by)\s\w+ing|after|from|when)\b
         (?:(?!\b{phrases("starts anew")}\b)[^,:;=]|,(?=[0-9]))*\Z)
     # 42, including 5; 42, which is 8 fewer than before
     | ,\s(?:including|excluding|counting|which\sis\s(?:{_VALUE})\s(?:more|less|fewer)\b)
         (?:(?!{_VERB})[^:;=])*\Z
+    # 42, of which 8 are red
+    | ,\s(?:[a-z]+\s)?of\s(?:which|whom|them)\b[^:;=]*\Z
     # 1/4 (25%); 0.25, or 25%; 25%, or 1/4
     | (?<=%)(?:\s\(=?\s?[0-9./]+\)|,?\s(?:or|which\sis|i\.e\.,?)\s[0-9./]+(?![0-9./%\w]))
     | (?<=[0-9}}\ue000-\uf8ff])(?:\s\(=?\s?[0-9.]+\s?\\?%\)
@@ -102,24 +105,32 @@ _SUBORDINATE = re.compile(
     re.VERBOSE,
 )
 # The circumstances of a value may have values of their own: 45 "minutes to clean the 3 rooms".
-# After a computation ("= 45 minutes in 5 days") any preposition begins them.
 _LEADS = phrases("leads to a value")
 _NOUN = (  # of 5 "red boxes of tea" and $42 "each week"
-    rf"(?:[\s-](?:(?:of|each|every|per|a)\s(?=[a-z]))?(?!{_LEADS}\b|{_VERB})[^\W\d_][\w'’/]*){{0,6}}"
+    rf"(?:[\s-](?:(?:of|each|every|per|a)\s(?=[a-z]))?(?!{_LEADS}\b|{_VERB})"
+    r"[^\W\d_][\w'’/]*){0,6}"
 )
 _CIRCUMSTANCES = re.compile(
     rf"""(?P<value> (?P<computed>=\s*)?+
-        (?(computed)|\b(?=[a-z]+\s[^a-z])(?!{_LEADS}\s)[a-z]+\s) (?>{_VALUE}) )
+        # the result of a computation, or a value after a word, or before "are needed to"
+        (?(computed) | (?: \A(?=.+\s(?:is|are|was|were)\s[a-z]+\sto\s)
+            | \b(?=[a-z]+\s[^a-z])(?:so|(?!{_LEADS}\s)[a-z]+)\s ) )
+        (?>{_VALUE}) )
+    # After a computation anything is a circumstance but another computation or value.
     (?(computed) (?=\s)(?!\s?[-−–+*/×÷^x]\s|\s(?:{_VALUE})\s?[-−–+*/×÷^=])
         (?!.*\s(?:or|so|which)\b|{_NOUN}\sand\b)
         (?:{_NOUN}\s(?:is|are|was|were)(?=\s[a-z]))?
-    | {_NOUN} (?:
-          (?:\s(?:of|on|in|at|for)(?:\s[a-z]+){{1,2}})?
+    | {_NOUN}(?:\s(?:is|are|was|were)(?=\s[a-z]+\sto\s)\s[a-z]+)?
+        # 42 seats in the hall, 6 in each row
+        (?: (?:\s(?:of|on|in|at|for)(?:\s[a-z]+){{1,2}})?
             ,\s(?:{_VALUE})\s(?:in|for|per|of|on|at|from|each|to|with|by|[a-z]+(?:ing|ed))\b
-        | \s(?: (?:out\s)?of(?=\s\$?[0-9]) | between | (?:per|each|every)
-            | (?:for|in|than|over|on|at)\s(?:the|all|these|those|his|her|their|\$?[0-9]+)\b
+        | ,?\sfrom(?=\s\S+\sto\s)
+        | \s(?: (?<=[a-z]\s)(?:out\s)?of(?=\s\$?[0-9]) | between | per | each | every
+            | (?:for|in|than|over|on|at)\s(?:the|all|each|these|those|his|her|their|\$?[0-9]+)\b
             | to\s(?!make|get\b(?!\sto)|reach|give|obtain|a\b|the\b)[a-z]+ ) ) )
-        \s(?:(?!{_VERB}|and\s{phrases("acts")}\b|(?<!in\s)total\b)[^=:;,]|[,:](?=[0-9])){{0,200}}\Z""",
+    # up to the end, without a verb that states something
+    \s(?:(?!{_VERB}|and\s{phrases("acts")}\b|(?<!in\s)total\b)[^=:;,]
+        |[,:](?=[0-9])){{0,200}}\Z""",
     re.IGNORECASE | re.VERBOSE,
 )
 # "3 + " of a computation without its value
@@ -138,7 +149,8 @@ _WHOLE = re.compile(
     rf"[(\[]\s*(?:(?:{_VALUE})\s*,\s*){{1,20}}(?:{_VALUE})\s*[)\]]"
     rf"|(?=[^\sA-Za-z])(?:{_VALUE})(?:(?<=[a-z])(?:,?\s(?:and\s)?(?:{_VALUE})(?<=[a-z])){{1,3}}"
     rf"|(?:\s(?!{_LEADS}\b|{_VERB})[a-z]+,?(?:\s(?:{_VALUE}))?){{1,9}}\sand\s(?:{_VALUE})\s[a-z]+)"
-    rf"|(?:\b[0-9]{{1,2}}(?:st|nd|rd|th)?\s+(?:of\s+)?{_MONTH}|\b{_MONTH}\s+[0-9]{{1,2}}(?:st|nd|rd|th)?\b)(?:,?\s+[0-9]{{4}})?"
+    rf"|(?:\b[0-9]{{1,2}}(?:st|nd|rd|th)?\s+(?:of\s+)?{_MONTH}"
+    rf"|\b{_MONTH}\s+[0-9]{{1,2}}(?:st|nd|rd|th)?\b)(?:,?\s+[0-9]{{4}})?"
 )
 _ALIGNED = re.compile(r"\\begin\{(?:align|gather|split|eqnarray|multline)")
 # A row ends at `\\` outside a matrix.
