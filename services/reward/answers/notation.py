@@ -212,7 +212,7 @@ _STEPS: tuple[tuple[str, str, Replacement], ...] = (
     ),
     ("{\\frac", r"(?<=[0-9])\s*\{\s*(\\frac\s*\{[0-9]+\}\s*\{[0-9]+\})\s*\}", r"\1"),
     # $12k, and a 1 in 4 chance
-    ("$", r"(?<=\$)(\s?[0-9][0-9.,]*)\s?[kK]\b", r"\1 thousand"),
+    ("$", r"(?<=\$)(\s?[0-9][0-9.,]*)\s?[kK]\b(?![^$]*\$)", r"\1 thousand"),
     (
         "",
         r"([0-9])\s*(?:\\text\s*\{)?\s*(?:in|out of)\s*\}?\s*([0-9]+)\s*(?:chance)?\s*$",
