@@ -25,6 +25,8 @@ _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _M = TypeVar("_M", bound=BaseModel)
 _NOTHING: Mapping[str, Any] = {}
+# Matches the command of a task whose callers know only its first node.
+_ONE_NODE = re.compile(r"-m services\.(data|reward|replay)\b")
 
 
 @dataclass(frozen=True)
@@ -78,15 +80,14 @@ class JobGroup:
         """Returns the task of that name. Raises ConfigError that names `option` when there is
         none.
         """
-        for task in self.tasks:
-            if task.name == name:
-                return task
-        names = [task.name for task in self.tasks]
+        tasks = {task.name: task for task in self.tasks}
+        if name in tasks:
+            return tasks[name]
         raise ConfigError(
             f"there is no task {name} in {self.name}",
             field=option,
             value=name,
-            remedy=f"{did_you_mean(name, [], names)} the tasks are {', '.join(names)}".strip(),
+            remedy=f"{did_you_mean(name, [], tasks)} the tasks are {', '.join(tasks)}".strip(),
         )
 
 
@@ -153,16 +154,35 @@ def load(
     for number, content in enumerate(documents, start=1):
         where = str(content.get("name", f"task {number}"))
         found.append(_validated(_TaskDocument, content, where))
-    _check_names(head, [task.name for task in found])
+    names = [task.name for task in found]
+    for i, name in enumerate(names):
+        if name in names[:i]:
+            raise ConfigError(
+                "two tasks have the same name", field="name", value=name, remedy="rename one"
+            )
 
     tasks = []
     for document in found:
         own_env = _environment(document, env, secrets)
         nodes = num_nodes.get(document.name, document.num_nodes)
+        if nodes > 1 and _ONE_NODE.search(document.run):
+            raise ConfigError(
+                "this task has one node: nobody would call a second one",
+                field="--num-nodes" if document.name in num_nodes else "num_nodes",
+                value=f"{document.name}={nodes}",
+                remedy="leave it at 1; tasks of engines, episodes and training may have more",
+            )
         tasks.append(_task(document, head, own_env, num_nodes=nodes, overrides=env))
     group = JobGroup(head.name, tuple(tasks))
-    for name in num_nodes:
-        group.task(name, "--num-nodes")
+    delays = head.termination_delay if isinstance(head.termination_delay, dict) else {}
+    mentioned = {
+        "--num-nodes": num_nodes,
+        "primary_tasks": head.primary_tasks,
+        "termination_delay": [name for name in delays if name != "default"],
+    }
+    for option, tasks_named in mentioned.items():
+        for name in tasks_named:
+            group.task(name, option)
     return group
 
 
@@ -268,25 +288,6 @@ def _validated(model: type[_M], content: Any, where: str) -> _M:
     else:
         message, remedy = explained(first)
     raise ConfigError(message, field=field, value=value, remedy=remedy)
-
-
-def _check_names(head: _Header, names: list[str]) -> None:
-    for i, name in enumerate(names):
-        if name in names[:i]:
-            raise ConfigError(
-                "two tasks have the same name", field="name", value=name, remedy="rename one"
-            )
-    delays = head.termination_delay if isinstance(head.termination_delay, dict) else {}
-    mentioned = [("primary_tasks", name) for name in head.primary_tasks]
-    mentioned += [("termination_delay", name) for name in delays if name != "default"]
-    for field, name in mentioned:
-        if name not in names:
-            raise ConfigError(
-                "there is no such task",
-                field=field,
-                value=name,
-                remedy=f"the tasks are {', '.join(names)}",
-            )
 
 
 def _task(

@@ -4,7 +4,8 @@ import argparse
 import os
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import NoReturn
 
 from common.errors import ConfigError, ServiceError, did_you_mean
@@ -30,6 +31,10 @@ class CommandParser(argparse.ArgumentParser):
         )
         # argparse takes only -1 and -0.5 for values, and -1e-4 for an unknown argument.
         self._negative_number_matcher = re.compile(r"-\.?\d")
+        self.elsewhere: Mapping[str, str] = {}
+        """What to give instead of the arguments of another program, by their names."""
+        # `Path("")` is the working directory.
+        self.register("type", Path, _path)
 
     def error(self, message: str) -> NoReturn:
         """Exits with argparse's message in the usual error format."""
@@ -51,13 +56,12 @@ class CommandParser(argparse.ArgumentParser):
             remedy = f"give a {what}"
         elif message.startswith("unrecognized arguments: "):
             field, *rest = problem.split()
-            known = list[str]()
-            for action in self._actions:
-                known += action.option_strings
-            hint = did_you_mean(field.partition("=")[0], [], known)
+            option = field.partition("=")[0]
+            near = did_you_mean(option, [], self._option_string_actions)
+            own = self.elsewhere.get(option.strip("-").replace("-", "_"))
             value = " ".join(rest) or None
             problem = "there is no such argument"
-            remedy = f"{hint} {remedy}".strip()
+            remedy = own or f"{near} {remedy}".strip()
         elif message.startswith("the following arguments are required: "):
             field = problem
             problem = "this argument is required"
@@ -77,10 +81,16 @@ class CommandParser(argparse.ArgumentParser):
 
 def fail(error: Exception, status: int = 2) -> NoReturn:
     """Prints the error, with its notes in lines of their own, and exits."""
-    notes = getattr(error, "__notes__", [])
+    lines = [f"error: {error}", *getattr(error, "__notes__", [])]
     facts = error.event() if isinstance(error, ServiceError) else {"code": type(error).__name__}
-    log_exit_reason("\n".join([f"error: {error}", *notes]), **facts)
+    log_exit_reason("\n".join(lines), **facts)
     raise SystemExit(status)
+
+
+def _path(text: str) -> Path:
+    if not text:
+        raise argparse.ArgumentTypeError("it is empty: name a path, or leave it out")
+    return Path(text)
 
 
 def positive(text: str) -> int:

@@ -287,8 +287,10 @@ def is_set_up() -> bool:
     """Whether `setup_logging` made the log handlers. They leave out lines marked `SHOWN`, which a
     person has seen already; handlers of a user's own script would repeat them.
     """
-    formatters = [handler.formatter for handler in logging.getLogger().handlers]
-    return any(isinstance(each, TextFormatter | JsonFormatter) for each in formatters)
+    return any(
+        isinstance(handler.formatter, TextFormatter | JsonFormatter)
+        for handler in logging.getLogger().handlers
+    )
 
 
 def to_stderr(service: str) -> None:
@@ -302,8 +304,10 @@ def to_stderr(service: str) -> None:
 
 def structured() -> JsonFormatter | None:
     """Returns the formatter of this process if it logs JSON, else None."""
-    found = (handler.formatter for handler in logging.getLogger().handlers)
-    return next((formatter for formatter in found if isinstance(formatter, JsonFormatter)), None)
+    for handler in logging.getLogger().handlers:
+        if isinstance(handler.formatter, JsonFormatter):
+            return handler.formatter
+    return None
 
 
 def log_exit_reason(text: str, code: str, **fields: object) -> None:
@@ -315,17 +319,15 @@ def log_exit_reason(text: str, code: str, **fields: object) -> None:
         Path(path).write_text(
             json.dumps({"message": text, "timestamp": int(time.time())}), encoding="utf-8"
         )
-    as_json = structured()
     if handled:
         logging.getLogger("end").critical("%s", text, extra=SHOWN | facts)
-    if as_json is None:
+    if structured() is None:
         too_early = not handled and os.environ.get("LOG_FORMAT") == "json"
-        line = text
         if too_early:
-            line = JsonFormatter().line("end", text, logging.CRITICAL, **facts)
+            text = JsonFormatter().line("end", text, logging.CRITICAL, **facts)
         elif path and not handled:  # no log file has the code of this rank, its node's log may
-            line = f"{line}{_in_text(facts['event'])}"
-        print(line, file=sys.stderr, flush=True)
+            text = f"{text}{_in_text(facts['event'])}"
+        print(text, file=sys.stderr, flush=True)
 
 
 def log_uncaught() -> None:

@@ -1,6 +1,7 @@
 """Prometheus metrics of a service, named in the same way everywhere."""
 
 import platform
+from collections.abc import Sequence
 from math import nan
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
@@ -22,7 +23,7 @@ class Metrics:
 
     def __init__(self, service: str) -> None:
         self.registry = CollectorRegistry()
-        self.labels: dict[str, list[str]] = {}
+        self.labels: dict[str, Sequence[str]] = {}
         """Label names by metric, for metrics with labels."""
         ProcessCollector(registry=self.registry)
         build = self.gauge("build_info", "1; which code this is", ["service", "version", "python"])
@@ -46,10 +47,10 @@ class Metrics:
             ["limit"],
         )
 
-    def counter(self, name: str, help_text: str, labels: list[str] | None = None) -> Counter:
+    def counter(self, name: str, help_text: str, labels: Sequence[str] = ()) -> Counter:
         return Counter(*self._named(name, help_text, labels), registry=self.registry)
 
-    def gauge(self, name: str, help_text: str, labels: list[str] | None = None) -> Gauge:
+    def gauge(self, name: str, help_text: str, labels: Sequence[str] = ()) -> Gauge:
         return Gauge(*self._named(name, help_text, labels), registry=self.registry)
 
     def newest(self, name: str, help_text: str) -> Gauge:
@@ -58,7 +59,7 @@ class Metrics:
         made.set(nan)
         return made
 
-    def histogram(self, name: str, help_text: str, labels: list[str] | None = None) -> Histogram:
+    def histogram(self, name: str, help_text: str, labels: Sequence[str] = ()) -> Histogram:
         """Adds a histogram of durations in seconds, from a millisecond (health check) to half an
         hour (generation).
         """
@@ -67,8 +68,8 @@ class Metrics:
         )
 
     def _named(
-        self, name: str, help_text: str, labels: list[str] | None
-    ) -> tuple[str, str, list[str]]:
+        self, name: str, help_text: str, labels: Sequence[str]
+    ) -> tuple[str, str, Sequence[str]]:
         if labels:
             self.labels[f"{PREFIX}{name}"] = labels
-        return f"{PREFIX}{name}", help_text, labels or []
+        return f"{PREFIX}{name}", help_text, labels

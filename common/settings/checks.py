@@ -181,13 +181,13 @@ def _conflicts(config: Settings) -> Iterator[str]:
             "distribution, so that its log-probabilities cannot be compared with the teacher's: "
             "leave it out, or leave teacher.url empty"
         )
-    completions = config.trainer.batch_size * sampling.group_size
+    trainer = config.trainer
+    completions = trainer.batch_size * sampling.group_size
     if algorithm.mini_batches > completions:
         yield (
             f"{{algorithm.mini_batches}} is more than the {completions} completions of a batch: "
             "lower it"
         )
-    trainer = config.trainer
     if trainer.audit and not trainer.keep_groups_mb:
         yield (
             "{trainer.audit} needs the groups of every step, and {trainer.keep_groups_mb} keeps "
@@ -205,7 +205,7 @@ def _conflicts(config: Settings) -> Iterator[str]:
         yield from _environment(config)
     if config.reproducible:
         yield from _reproducible(config)
-    in_flight = (config.trainer.max_staleness + 1) * completions
+    in_flight = (trainer.max_staleness + 1) * completions
     if in_flight > config.replay.capacity:
         yield (
             "(trainer.max_staleness + 1) × trainer.batch_size × sampling.group_size = "
@@ -216,13 +216,13 @@ def _conflicts(config: Settings) -> Iterator[str]:
 
 def _engine_args(config: Settings) -> Iterator[str]:
     """Refuses arguments of SGLang with which weights would not arrive, or could not be compared."""
-    given = {word.partition("=")[0] for word in config.rollout.engine_args}
+    rollout = config.rollout
+    given = {word.partition("=")[0] for word in rollout.engine_args}
     for word in sorted(given & _SEVERAL_NODES):
         yield (
             f"rollout.engine_args has {word}, which every node of an engine gets with a value of "
             "its own: leave it out, and set rollout.nodes_per_engine"
         )
-    rollout = config.rollout
     distributed = config.trainer.weight_sync == "distributed"
     if distributed and rollout.copies_per_engine > 1:
         word = next(word for word in given if word in DATA_PARALLEL)
@@ -311,11 +311,13 @@ def _gdpo(config: Settings) -> Iterator[str]:
 def _sampling(config: Settings) -> Iterator[str]:
     sampling = config.sampling
     evaluation = config.evaluation
+    rollout = config.rollout
+    is_routed = rollout.engine == "sglang" and rollout.router == "sglang-router"
     truncated = next(iter(sampling.truncation()), "")
     if sampling.min_new_tokens > sampling.max_new_tokens:
         yield "{sampling.min_new_tokens} is above {sampling.max_new_tokens}: lower it"
     longest = evaluation.max_new_tokens or 0
-    if config.rollout.engine == "embedded" and longest >= config.rollout.max_context_tokens:
+    if rollout.engine == "embedded" and longest >= rollout.max_context_tokens:
         yield (
             "{evaluation.max_new_tokens} leaves no room for a prompt in "
             "{rollout.max_context_tokens}: lower evaluation.max_new_tokens or raise "
@@ -332,20 +334,20 @@ def _sampling(config: Settings) -> Iterator[str]:
             "training can record for a sampled token: lower it, or leave it unset and set "
             "evaluation.top_k"
         )
-    if truncated and config.rollout.engine == "sglang" and config.rollout.router == "sglang-router":
+    if truncated and is_routed:
         yield (
             f"sampling.{truncated} requires that SGLang reports the candidates of every token, and "
             "{rollout.router} removes that field from requests: leave rollout.router out, or "
             f"set it only for evaluations (evaluation.{truncated})"
         )
     replays = config.trainer.routing_replay
-    if replays and config.rollout.engine == "sglang" and config.rollout.router == "sglang-router":
+    if replays and is_routed:
         yield (
             "{trainer.routing_replay} requires that SGLang reports the experts of every token, and "
             "{rollout.router} removes that field from requests: leave rollout.router or "
             "trainer.routing_replay out"
         )
-    unrecorded = _OWN_KERNELS.search(" ".join(config.rollout.engine_args))
+    unrecorded = _OWN_KERNELS.search(" ".join(rollout.engine_args))
     if replays and unrecorded:
         yield (
             "{trainer.routing_replay} requires that SGLang reports the experts of every token, and "
@@ -376,25 +378,24 @@ def _colocate(config: Settings) -> Iterator[str]:
 
 def _environment(config: Settings) -> Iterator[str]:
     """Refuses settings that apply only to single completions."""
+    environment = config.environment
     advantage = config.algorithm.advantage
     if config.algorithm.needs_critic:
         yield (
             "{algorithm.advantage} needs a critic, which values single completions, and "
             "environment.name makes episodes: use another algorithm, such as grpo"
         )
-    kind = config.environment.name.partition(":")[0]
-    if config.environment.tool_timeout_s is not None and kind == "agent":
+    if environment.tool_timeout_s is not None and environment.name.startswith("agent:"):
         yield (
             "{environment.tool_timeout_s} cannot end the tools of a program, which "
             "environment.name starts: leave it out, and end them in the program"
         )
-    min_episodes = config.environment.min_episodes
-    if min_episodes is not None and min_episodes > config.sampling.group_size:
+    if (environment.min_episodes or 0) > config.sampling.group_size:
         yield (
             "{environment.min_episodes} is more than {sampling.group_size}, the episodes of a "
             "group: lower environment.min_episodes"
         )
-    if config.environment.turn_discount is not None and advantage not in TURN_ADVANTAGES:
+    if environment.turn_discount is not None and advantage not in TURN_ADVANTAGES:
         yield (
             "{algorithm.advantage} does not compare single turns: leave environment.turn_discount "
             f"out, or use one of {', '.join(TURN_ADVANTAGES)}"
@@ -514,10 +515,8 @@ def _unread(config: Settings) -> list[tuple[bool, Sequence[str], str]]:
     """
     data = config.data
     of_columns = ("prompt_field", "answer_field", "messages_field", "columns", "task_field", "map")
-    template_only = bool(data.prompt_template) and not config.model.chat_template
     kind = config.environment.name.partition(":")[0]
     makes_episodes = bool(config.environment.name)
-    evaluates = config.evaluation.samples > 0
     known_columns = "the columns of {data.source} are known"
     rows: list[tuple[bool, Sequence[str], str]] = [
         (data.is_built_in, ("data.hub_config",), known_columns),
@@ -529,7 +528,7 @@ def _unread(config: Settings) -> list[tuple[bool, Sequence[str], str]]:
         (not data.is_math, ("data.levels", "data.subjects"), "{data.source} is not math"),
         (bool(data.messages_field), ("data.prompt_field",), "data.messages_field is set"),
         (
-            template_only,
+            bool(data.prompt_template) and not config.model.chat_template,
             ("sampling.system_prompt", "sampling.chat_template_kwargs"),
             "data.prompt_template replaces the chat template, unless model.chat_template is set",
         ),
@@ -581,7 +580,7 @@ def _unread(config: Settings) -> list[tuple[bool, Sequence[str], str]]:
             "sampling.ignore_eos is set",
         ),
         (
-            not evaluates,
+            config.evaluation.samples == 0,
             _all(EvaluationSection, "evaluation", ("samples", "every", "pass_samples")),
             "evaluation.samples is 0",
         ),
@@ -602,15 +601,13 @@ def _unread(config: Settings) -> list[tuple[bool, Sequence[str], str]]:
 
 
 def _unread_of_algorithm(algorithm: AlgorithmSection) -> list[tuple[bool, Sequence[str], str]]:
-    # A function of the user may read any setting.
-    own_advantage = ":" in algorithm.advantage
     built_in_loss = algorithm.policy_loss in LOSSES
     is_sapo = algorithm.policy_loss == "sapo"
     asks_engine = algorithm.old_logprobs == "engine"
-    of_kl = ("kl_in", "kl_estimator", "kl_target", "reference_refresh")
     return [
         (
-            not own_advantage
+            # A function of the user may read any setting.
+            ":" not in algorithm.advantage
             and algorithm.advantage not in ("group_normalised", "reward_normalised"),
             ("algorithm.advantage_eps",),
             "{algorithm.advantage} does not divide by a standard deviation",
@@ -651,7 +648,10 @@ def _unread_of_algorithm(algorithm: AlgorithmSection) -> list[tuple[bool, Sequen
         ),
         (
             algorithm.kl_coef == 0,
-            [f"algorithm.{name}" for name in of_kl],
+            [
+                f"algorithm.{name}"
+                for name in ("kl_in", "kl_estimator", "kl_target", "reference_refresh")
+            ],
             "algorithm.kl_coef is 0, so there is no reference model",
         ),
         (

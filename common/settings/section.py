@@ -3,7 +3,7 @@
 import re
 from typing import Annotated, TypeVar
 
-from pydantic import AfterValidator, BaseModel, ConfigDict
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict
 
 from common.errors import did_you_mean
 
@@ -11,6 +11,17 @@ _T = TypeVar("_T")
 IN_HELP = "in help"
 InHelp = Annotated[_T, IN_HELP]
 """Marks a setting that `--help` shows; the others appear only in `--help-all`."""
+
+
+def _named(value: object) -> object:
+    # `Path("")` is the working directory.
+    if value == "":
+        raise ValueError("it is empty: name a path, or leave it out")
+    return value
+
+
+Named = Annotated[_T, BeforeValidator(_named)]
+"""A path that an empty text does not name."""
 
 
 class Section(BaseModel):

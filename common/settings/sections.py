@@ -25,7 +25,7 @@ from common.settings.chat_templates import read_chat_template, read_template_var
 from common.settings.lr_schedules import LrSchedule
 from common.settings.prompt_templates import read_template
 from common.settings.rewards import OwnReward, Reward, RewardEntry
-from common.settings.section import InHelp, Section, among
+from common.settings.section import InHelp, Named, Section, among
 
 _Entry = TypeVar("_Entry", bound=Reward)
 
@@ -571,7 +571,7 @@ class TrainerSection(Section):
     audit: bool = False
     """Record what `rlhf audit` needs to re-execute any step of the run and compare it bit for bit,
     in `run_dir/audit.jsonl` beside `run_dir/groups`."""
-    run_dir: InHelp[Path | None] = None
+    run_dir: InHelp[Named[Path | None]] = None
     """Directory of configuration, metrics, samples and checkpoints. Unset: `runs/<group
     name>`."""
     weight_sync: Literal["http", "shared", "distributed"] = "http"

@@ -6,7 +6,7 @@ from typing import Any
 from pydantic import ConfigDict, NonNegativeInt, PositiveInt, model_validator
 
 from common.settings.algorithm import AlgorithmSection
-from common.settings.section import InHelp, Section
+from common.settings.section import InHelp, Named, Section
 from common.settings.sections import (
     CheckpointSection,
     CriticSection,
@@ -64,7 +64,7 @@ class Settings(Section):
     """Compute so that two runs with the same settings have the same weights after every step, to
     the last bit, on one machine and at any load. Steps take longer
     (docs/how-to/audit.md#reproducible-runs)."""
-    state_dir: Path = IN_RUN_DIR
+    state_dir: Named[Path] = IN_RUN_DIR
     """Directory for what services keep across restarts: data position, replay store, weights and
     logs."""
     max_body_mb: PositiveInt = 256

@@ -264,6 +264,7 @@ def _parser() -> CommandParser:
     )
     add(
         "--log-dir",
+        type=Path,
         metavar="DIR",
         help="directory of the log files, one per node (default RUN_DIR/logs/TIME)",
     )
@@ -299,13 +300,13 @@ def _node_count(text: str) -> tuple[str, int]:
     return match[1], int(match[2])
 
 
-def _log_dir(option: str | None, group: JobGroup) -> Path:
+def _log_dir(option: Path | None, group: JobGroup) -> Path:
     field = "--log-dir"
     if option is None:
         field = "RUN_DIR"
         make_directory(_run_dir(group), field)
-        option = str(_run_dir(group) / "logs" / f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}")
-    log_dir = Path(option).resolve()
+        option = _run_dir(group) / "logs" / f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+    log_dir = option.resolve()
     make_directory(log_dir, field)
     return log_dir
 

@@ -81,6 +81,8 @@ def test_a_wrong_yaml_is_refused_by_name(
         (["--follow", "mian"], ["--follow", "mian", "the tasks are main"]),
         (["--num-nodes", "mian=2"], ["--num-nodes", "mian", "the tasks are main"]),
         (["--num-nodes", "main=0"], ["--num-nodes", "main=0", "TASK=N"]),
+        (["--log-dir", ""], ["--log-dir", "leave it out"]),
+        (["--clear", ""], ["--clear", "leave it out"]),
         (["--num-nodes", "main"], ["--num-nodes", "TASK=N"]),
         (["--env", "=3"], ["--env", "not the name of a variable"]),
         (["--env", "NOT_SET_ANYWHERE"], ["--env", "NOT_SET_ANYWHERE=VALUE"]),
@@ -106,6 +108,34 @@ def test_a_wrong_option_is_refused_by_name(
     assert error.startswith("error: ")
     assert all(word in error for word in words), error
     assert not (tmp_path / "ran").exists()
+
+
+ONE_NODE = ["services.data", "services.reward", "services.replay"]
+SEVERAL = ["services.rollout", "services.environment", "trainer.launch", "trainer.tinker"]
+
+
+@pytest.mark.parametrize("module", ONE_NODE)
+def test_a_service_whose_callers_know_one_node_has_no_second_one(
+    tmp_path: Path, module: str
+) -> None:
+    text = GOOD.replace("run: echo ran > ran", f"run: exec python -m {module}")
+    for more, given, field in (
+        ("num_nodes: 2\n", {}, "num_nodes"),
+        ("", {"main": 3}, "--num-nodes"),
+    ):
+        (tmp_path / "group.yaml").write_text(text + more)
+        with pytest.raises(ConfigError) as caught:
+            spec.load(tmp_path / "group.yaml", num_nodes=given)
+        assert caught.value.field == field
+        assert (caught.value.value or "").startswith("main=")
+        assert caught.value.remedy
+    assert spec.load(tmp_path / "group.yaml", num_nodes={"main": 1}).tasks[0].num_nodes == 1
+
+
+@pytest.mark.parametrize("module", SEVERAL)
+def test_other_tasks_may_have_several_nodes(tmp_path: Path, module: str) -> None:
+    text = GOOD.replace("run: echo ran > ran", f"run: exec python -m {module}")
+    assert _load(tmp_path, f"{text}num_nodes: 2\n").tasks[0].num_nodes == 2
 
 
 def test_a_run_directory_in_use_is_refused_with_the_process_that_has_it(

@@ -255,8 +255,7 @@ class Callbacks(Listener):
         return [hook for hook in hooks if is_between_epochs or "epoch" not in hook]
 
     def _evaluated(self, summary: Json) -> None:
-        step = self.state.global_step
-        logged = self._write_logged(step, {"evaluation": True})
+        logged = self._write_logged(self.state.global_step, {"evaluation": True})
 
         # What was logged before the evaluation belongs to the step.
         before, rows = self._before_evaluation
@@ -279,8 +278,9 @@ class Callbacks(Listener):
         seconds = max(1e-9, time.monotonic() - self._evaluation_began)
         numbers["eval_runtime"] = seconds
         numbers["eval_samples_per_second"] = summary["num_samples"] / seconds
-        metrics = {**numbers, **summary, "logged": logged}
-        self._tell(partial(self._tell_evaluation, numbers, metrics))
+        self._tell(
+            partial(self._tell_evaluation, numbers, {**numbers, **summary, "logged": logged})
+        )
 
     def _tell_evaluation(self, numbers: Numbers, metrics: Json) -> None:
         step = self.state.global_step
@@ -336,9 +336,8 @@ class Callbacks(Listener):
             )
         if control.should_training_stop or ends_epoch or self.state.should_training_stop:
             run.stop()
-        is_last = run.policy.step >= run.total_steps
         # An evaluation that a callback asked for is itself an event: it must not ask again.
-        if self._carrying_out or is_last:
+        if self._carrying_out or run.policy.step >= run.total_steps:
             return
         self._carrying_out = True
         try:

@@ -122,13 +122,17 @@ def _prompt(item: Any, default_id: str) -> Prompt:
     if isinstance(item, Prompt):
         return item
     if not isinstance(item, Mapping):
-        problem = f"{item!r:.80} is not a Prompt or a mapping of columns"
-        refuse(problem, "give rows like {'prompt': …, 'answer': …}")
+        refuse(
+            f"{item!r:.80} is not a Prompt or a mapping of columns",
+            "give rows like {'prompt': …, 'answer': …}",
+        )
     column = _column(item, _PROMPT_COLUMNS)
     if column is None:
         there = ", ".join(map(str, item))
-        problem = f"there is no column {' or '.join(_PROMPT_COLUMNS)}; there are {there}"
-        refuse(problem, "rename the column")
+        refuse(
+            f"there is no column {' or '.join(_PROMPT_COLUMNS)}; there are {there}",
+            "rename the column",
+        )
     chat = [] if isinstance(item[column], str) else _chat(item, column)
     for name in _ARGUMENTS.intersection(item):
         refuse(f"reward functions already have an argument {name!r}", "rename the column")

@@ -26,13 +26,13 @@ def choose_engine(engine: str | Sequence[str], config: TrainerConfig) -> str | l
     if engine == "embedded":
         return "embedded"
     if engine == "sglang":
-        output_dir = config.output_dir or Path("outputs")
-        system = config.to_config(config.problems_per_step, 0, output_dir, engine="sglang")
+        system = config.to_config(
+            config.problems_per_step, 0, config.output_dir or Path("outputs"), engine="sglang"
+        )
         engine_command(system, Topology(), system.model.name, "0")
         return "sglang"
 
-    named = [engine] if isinstance(engine, str) else engine
-    urls = [url.rstrip("/") for url in named]
+    urls = [url.rstrip("/") for url in ([engine] if isinstance(engine, str) else engine)]
     for url in urls or [""]:
         if not url.startswith(("http://", "https://")):
             raise ConfigError(

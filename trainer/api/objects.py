@@ -87,8 +87,9 @@ class CallerModel:
         self._directory.mkdir(parents=True)
         model.save_pretrained(self._directory)
         tokenizer.save_pretrained(self._directory)
-        of_object = getattr(self.model, "name_or_path", "")
-        copy_trained_prompts(of_object or config.model_name_or_path, self._directory)
+        copy_trained_prompts(
+            getattr(self.model, "name_or_path", "") or config.model_name_or_path, self._directory
+        )
         self._is_saved = True
         return str(self._directory)
 
@@ -102,8 +103,7 @@ class CallerModel:
 
     def load(self, directory: Path) -> None:
         """Loads the weights in a directory into the caller's model object."""
-        trained = type(self.model).from_pretrained(directory)
-        self.model.load_state_dict(trained.state_dict())
+        self.model.load_state_dict(type(self.model).from_pretrained(directory).state_dict())
 
     def load_adapter(self, checkpoint: Path) -> None:
         """Loads a trained adapter, and the model on which it was trained, into the caller's
@@ -121,8 +121,10 @@ class CallerModel:
 
 
 def _section(config: TrainerConfig) -> ModelSection:
-    trust = bool(config.settings.get("model.trust_remote_code", False))
-    return ModelSection(name=config.model_name_or_path, trust_remote_code=trust)
+    return ModelSection(
+        name=config.model_name_or_path,
+        trust_remote_code=bool(config.settings.get("model.trust_remote_code")),
+    )
 
 
 def optimizer_settings(optimizers: Any) -> Json:

@@ -150,8 +150,9 @@ class OnlineRLTrainer:
         config = TrainerConfig() if config is None else config
         self._given_config = config
         self._fields_before = config.model_dump()
-        name = f"{config.trainer_type}-{time.strftime('%Y%m%d-%H%M%S')}"
-        self.output_dir = config.output_dir or Path("outputs") / name
+        self.output_dir = config.output_dir or Path(
+            "outputs", f"{config.trainer_type}-{time.strftime('%Y%m%d-%H%M%S')}"
+        )
         self._environment: Environment | None = None
         self._has_factory = environment_factory is not None
         changes: Json = {}
@@ -692,13 +693,14 @@ def _check_together(config: TrainerConfig, problems: Problems, refusals: Refusal
         if problems.train:
             config.check_steps(len(problems.train))
     if config.eval_steps and not problems.held_out:
-        error = ConfigError(
-            "there is nothing to evaluate on",
-            field="eval_steps",
-            value=config.eval_steps,
-            remedy="give an eval_dataset",
+        refusals.add(
+            ConfigError(
+                "there is nothing to evaluate on",
+                field="eval_steps",
+                value=config.eval_steps,
+                remedy="give an eval_dataset",
+            )
         )
-        refusals.add(error)
 
 
 def _check_lengths(config: TrainerConfig, prompts: Sequence[Prompt]) -> None:

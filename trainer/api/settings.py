@@ -31,6 +31,7 @@ from common.settings.algorithm import RECIPES, Recipe
 from common.settings.config import Config, from_mapping
 from common.settings.explain import explained
 from common.settings.lr_schedules import LrSchedule
+from common.settings.section import Named
 from trainer.api.refusals import Given, Names, Refusals
 from trainer.api.trl import ARGUMENTS, LOSSES, READ_AS, translated, with_present_names
 
@@ -245,7 +246,7 @@ class TrainerConfig(ArgumentsOfOneProcess, BaseModel):
     bf16: bool = False
     """Generate and compute the update in bfloat16; needs use_gpu. The weights that are trained stay
     float32."""
-    output_dir: Path | None = row(None, "trainer.run_dir", "computed")
+    output_dir: Named[Path | None] = row(None, "trainer.run_dir", "computed")
     """Directory of metrics, samples and checkpoints; a new `outputs/TRAINER_TYPE-DATE-TIME`
     when unset."""
     overwrite_output_dir: bool = False
@@ -313,7 +314,7 @@ class TrainerConfig(ArgumentsOfOneProcess, BaseModel):
             return metric and not metric.endswith("loss")
         if name == "eval_strategy" and self.eval_steps != "epoch":
             return "steps" if self.eval_steps else "no"
-        return getattr(self, ARGUMENTS[name].ours, None) if ARGUMENTS[name].ours else None
+        return getattr(self, ARGUMENTS[name].ours, None)
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Sets a field or one of TRL's arguments. Raises ConfigError as the constructor does."""
@@ -617,8 +618,8 @@ class TrainerConfig(ArgumentsOfOneProcess, BaseModel):
 
     def _wrong_settings(self) -> Iterator[ConfigError]:
         """Yields an error for every item of `settings` that cannot be set there."""
-        derived = [row.setting for row in ROWS.values() if row.when != "given"]
-        fixed = {*derived, *self._mapped(), *_SET_BY_TRAINER}
+        fixed = {row.setting for row in ROWS.values() if row.when != "given"}
+        fixed |= {*self._mapped(), *_SET_BY_TRAINER}
         fixed -= {f"algorithm.{name}" for name in LOSSES.get(self.loss_type or "", {})}
         for name, value in self.settings.items():
             if isinstance(value, Mapping) and "." not in name:
@@ -679,13 +680,12 @@ def _named(problem: Given, config: str) -> ConfigError:
     name = str(problem["loc"][0]) if problem["loc"] else config
     if problem["type"] == "extra_forbidden":
         fields = list(TrainerConfig.model_fields)
-        similar = did_you_mean(name, [], [*fields, *ARGUMENTS])
-        remedy = similar or f"the fields are {', '.join(fields)}"
         return ConfigError(
             f"{config} has no field {name}",
             field=name,
             value=shorten(problem["input"]),
-            remedy=remedy,
+            remedy=did_you_mean(name, [], [*fields, *ARGUMENTS])
+            or f"the fields are {', '.join(fields)}",
         )
     message, remedy = explained(problem)
     return ConfigError(message, field=name, value=shorten(problem["input"]), remedy=remedy)

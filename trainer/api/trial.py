@@ -3,9 +3,10 @@
 import asyncio
 from collections.abc import Sequence
 
+from common.errors import ConfigError, InvalidInput
 from common.process.loop_thread import LoopThread
 from common.settings.sections import RewardSection
-from common.wire.schemas import Prompt, RewardItem
+from common.wire.schemas import Prompt
 from services.reward.functions import RewardFunction
 from services.reward.hosts import ThreadHost
 from services.reward.pool import CallFailed
@@ -20,20 +21,17 @@ def try_functions(
     Raises ConfigError when one fails, as `trainer.rollouts.trial` does for the functions of a
     reward-server.
     """
-    items = made_up(prompt, with_tokens=True)
     with LoopThread() as loop:
         for function in functions:
-            loop.call(_try_function(function, items, settings))
+            loop.call(_try_function(function, prompt, settings))
 
 
-async def _try_function(
-    function: RewardFunction, items: list[RewardItem], settings: RewardSection
-) -> None:
+async def _try_function(function: RewardFunction, prompt: Prompt, settings: RewardSection) -> None:
     host = ThreadHost(function, settings.function_timeout_s, calls=1)
     name = function.name
     try:
         async with asyncio.timeout(TRIAL_S):
-            scores = await host.call(items)
+            scores = await host.call(made_up(prompt, with_tokens=True))
     except TimeoutError:
         warn_of_slow(f"{name}: no answer within {TRIAL_S:.0f} s")
         return
@@ -41,6 +39,14 @@ async def _try_function(
         if error.status == "timeout":
             warn_of_slow(f"{name}: {error}")
             return
+        cause = error.__cause__
+        if isinstance(cause, InvalidInput):
+            raise ConfigError(
+                f"{name} cannot grade answers to {prompt.id}: {cause.message}",
+                field="train_dataset",
+                value=f"{prompt.id}, column {(cause.field or '').removeprefix('items[0].')}",
+                remedy="repair this column of the data set, or give another reward function",
+            ) from error
         # What fails for any answers names the function itself.
         raise failed_trial(str(error) if error.always else f"{name}: {error}") from error
 

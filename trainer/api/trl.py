@@ -132,8 +132,7 @@ def _model_arguments(value: Any) -> Values:
         raise Unsupported(
             f"give `model` as an object that you have loaded with {', '.join(sorted(refused))}"
         )
-    trusts = value.get("trust_remote_code")
-    return {"model.trust_remote_code": True} if trusts else {}
+    return {"model.trust_remote_code": True} if value.get("trust_remote_code") else {}
 
 
 # Arguments of `from_pretrained` that the trainer decides itself; trained weights are float32.
@@ -190,9 +189,7 @@ def _generation(value: Any) -> Values:
     refused = []
     for name, entry in found["generation_kwargs"].items():
         if name in _GENERATION and entry is not None:
-            several = [entry]
-            if isinstance(entry, list | tuple):
-                several = list(entry)
+            several = entry if isinstance(entry, list | tuple) else [entry]
             ours = _GENERATION[name]
             # Several entries set the same stops.
             if ours.startswith("sampling.stop"):
@@ -543,6 +540,23 @@ READ_AS: Values = {
 }
 """What a script reads from a config for arguments that were not given and are no fields. It reads
 None for all others, for which TRL mostly has None, False or 0."""
+
+
+def instead(flags: Names) -> dict[str, str]:
+    """Returns what a command line has instead of each of TRL's arguments; `flags` are its arguments
+    by the fields that they set.
+    """
+    names = [*flags, *_OTHER_NAMES]
+    table = {name: Argument(_OTHER_NAMES.get(name, name)) for name in names}
+    table |= {name: ARGUMENTS[present] for name, present in RENAMED.items()} | ARGUMENTS
+    found = {}
+    for name, argument in table.items():
+        ours = argument.ours
+        use = "only the Python API has it" if ours else "leave it out"
+        if ours in flags or "." in ours:
+            use = f"use {flags.get(ours, f'--set {ours}=VALUE')}"
+        found[name] = ": ".join(filter(None, [use, argument.remark]))
+    return found
 
 
 def with_present_names(arguments: Given) -> Values:

@@ -17,6 +17,7 @@ from services.data.loaders import load_split
 from trainer.api.output import AUTO, check_output, decided
 from trainer.api.refusals import Given
 from trainer.api.settings import TrainerConfig
+from trainer.api.trl import instead
 from trainer.cli.commands import (
     DATASETS,
     add_fields,
@@ -82,6 +83,7 @@ def parser() -> CommandParser:
     )
     description = f"{__doc__} The arguments under `training` are fields of TrainerConfig."
     made = CommandParser("rlhf train", description, usage, _EPILOG)
+    made.elsewhere = instead(_ARGUMENTS)
     data = made.add_argument_group("data")
     data.add_argument(
         "--dataset", default="gsm8k", metavar="NAME", help=f"{DATASETS} (default gsm8k)"

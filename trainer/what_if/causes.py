@@ -158,8 +158,7 @@ def duplicates(facts: RunFacts) -> Trace | None:
 
 def rate(facts: RunFacts) -> Trace | None:
     """The learning rate was raised."""
-    series = facts.series("update.learning_rate")
-    for (_, before), (step, now) in itertools.pairwise(series):
+    for (_, before), (step, now) in itertools.pairwise(facts.series("update.learning_rate")):
         if before > 0 and now >= _FACTOR * before:
             return Trace(step, (before, now))
     return None
@@ -205,8 +204,13 @@ def phrase(facts: RunFacts) -> Trace | None:
         }
         found = max(lead, key=lambda each: (lead[each], len(each)), default="")
         if lead.get(found, 0.0) >= _PAID:
-            shares = (of_paid[found] / len(paid), of_others[found] / len(others))
-            evidence = (odd, len(graded), found, *shares)
+            evidence = (
+                odd,
+                len(graded),
+                found,
+                of_paid[found] / len(paid),
+                of_others[found] / len(others),
+            )
             return Trace(step, evidence, _places(step, facts.texts(step)))
     return None
 

@@ -12,13 +12,15 @@ from rich.console import Console
 from common import Json
 from common.errors import ConfigError
 from common.process.cli import CommandParser, positive, run
+from common.settings.config import from_mapping, names
 from common.settings.sources import variable
+from trainer.api.refusals import Given
 from trainer.audit.waits import waits_told
-from trainer.cli.commands import add_settings, run_parser
+from trainer.cli.commands import add_settings, argument_names, run_parser
 from trainer.cli.compare import compare, evaluated
 from trainer.dashboard.runs import RunReader
 from trainer.observe.group_files import LINES
-from trainer.observe.run_dir import AUDIT, check_run, read_lines
+from trainer.observe.run_dir import AUDIT, check_run, known_settings, read_lines
 
 _EPILOG = """\
 examples:
@@ -38,8 +40,12 @@ FORK = "fork.json"
 
 def parser() -> CommandParser:
     """Returns the command line."""
-    usage = "RUN_DIR --step STEP [--set NAME=VALUE …] [--output DIR] [--prepare]"
-    made = run_parser("rlhf fork", __doc__ or "", usage, _EPILOG)
+    made = run_parser(
+        "rlhf fork",
+        __doc__ or "",
+        "RUN_DIR --step STEP [--set NAME=VALUE …] [--output DIR] [--prepare]",
+        _EPILOG,
+    )
     made.add_argument(
         "--step", type=positive, required=True, metavar="STEP", help="the last step in common"
     )
@@ -56,6 +62,22 @@ def parser() -> CommandParser:
         help="only write the directory, with which a job group goes on",
     )
     return made
+
+
+def _check_settings(run_dir: Path, step: int, changes: Given) -> None:
+    """Raises ConfigError for changes that do not fit the settings of the run."""
+    # Functions that a program gave have names that no setting can have.
+    content = known_settings(run_dir) | {"reward.functions": ["math"]}
+    with argument_names({}):
+        config = from_mapping({name: content[name] for name in content.keys() & names()} | changes)
+        last = config.trainer.max_steps
+        if last is not None and last <= step:
+            raise ConfigError(
+                "the fork would end before it trains a step",
+                field="trainer.max_steps",
+                value=last,
+                remedy=f"set one above {step}",
+            )
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -75,8 +97,8 @@ def main(argv: list[str] | None = None) -> None:
             remedy="name another one",
         )
     changes = dict(arguments.set)
+    # All this before the libraries are loaded.
     known = sorted(path.name for path in run_dir.glob("checkpoints/step_*"))
-    # Before the libraries are loaded.
     if f"step_{step:06d}" not in known and not (run_dir / AUDIT).is_file():
         raise ConfigError(
             "the run has no checkpoint of this step, and no audit record to compute it from",
@@ -85,6 +107,7 @@ def main(argv: list[str] | None = None) -> None:
             remedy=f"name the step of a checkpoint ({', '.join(known) or 'there is none'}); of a "
             "run with trainer.audit true, any step will do",
         )
+    _check_settings(run_dir, step, changes)
     with waits_told():
         from trainer.start.in_process import train_in_process  # torch: slow to import
         from trainer.what_if.forking import prepared

@@ -95,14 +95,6 @@ def prepared(
     }
     with argument_names({}):
         config = from_mapping(content)
-        last = config.trainer.max_steps
-        if last is not None and last <= step:
-            raise ConfigError(
-                "the fork would end before it trains a step",
-                field="trainer.max_steps",
-                value=last,
-                remedy=f"set one above {step}",
-            )
         if not needs_settings:
             # What the services refuse, before updates are computed again.
             RewardService(config.reward)
@@ -132,8 +124,11 @@ def valid_groups(run_dir: Path, config: Config, step: int) -> RecordedGroups:
             if newest > step or item.reused:
                 continue
             group = item.group
-            seed = sampling_seed(config.seed, group.position)
-            request = (seed, len(group.completions), *group.prompt_token_ids.tolist())
+            request = (
+                sampling_seed(config.seed, group.position),
+                len(group.completions),
+                *group.prompt_token_ids.tolist(),
+            )
             found[request] = later, group
     return found
 
@@ -274,8 +269,11 @@ def _trained(run_dir: Path, history: WeightHistory, state: RunState) -> TrainedP
     """Returns what the models were trained on, up to the checkpoint `state` and after it."""
     trained = TrainedPrompts.of(history.saved or history.policy.config.model.name)
     for later in range(state.step + 1, history.policy.step + 1):
-        groups = read_texts(run_dir, later)
-        trained.add((each.prompt, each.ground_truth) for each in groups if not each.reason)
+        trained.add(
+            (each.prompt, each.ground_truth)
+            for each in read_texts(run_dir, later)
+            if not each.reason
+        )
     return trained
 
 

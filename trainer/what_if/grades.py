@@ -112,8 +112,10 @@ class Regrading:
         steps = sorted(recorded_steps(self.run_dir).items())
         async with RewardService(self.reward) as service:
             for first in range(0, len(steps), _STEPS_AT_ONCE):
-                together = steps[first : first + _STEPS_AT_ONCE]
-                calls = [self._step(service, step, path) for step, path in together]
+                calls = [
+                    self._step(service, step, path)
+                    for step, path in steps[first : first + _STEPS_AT_ONCE]
+                ]
                 for group in chain.from_iterable(await asyncio.gather(*calls)):
                     add(group)
 

@@ -133,21 +133,24 @@ def _cells(counts: Counts) -> list[str]:
         f"{right / graded:.1%}" if 0 < graded == verified else "–"
         for graded, verified, right in counts[:, 4:7]
     ]
-    teach = [f"{count:.0f}" for count in counts[:, 7]]
-    push = [f"{total / max(1, groups):.3f}" for total in counts[:, 8]]
+    teach = " → ".join(f"{count:.0f}" for count in counts[:, 7])
     return [
         f"{changed:.0f}",
         " → ".join(accuracy),
-        f"{' → '.join(teach)} of {groups:.0f}",
-        " → ".join(push),
+        f"{teach} of {groups:.0f}",
+        " → ".join(f"{total / max(1, groups):.3f}" for total in counts[:, 8]),
         f"{turned:.0f}",
     ]
 
 
 def parser() -> CommandParser:
     """Returns the command line."""
-    usage = "RUN_DIR [--reward REWARD …] [--set NAME=VALUE …] [--gold FILE] [--show N]"
-    made = run_parser("rlhf regrade", __doc__ or "", usage, _EPILOG)
+    made = run_parser(
+        "rlhf regrade",
+        __doc__ or "",
+        "RUN_DIR [--reward REWARD …] [--set NAME=VALUE …] [--gold FILE] [--show N]",
+        _EPILOG,
+    )
     made.add_argument(
         "--reward",
         nargs="+",
@@ -174,8 +177,11 @@ def main(argv: list[str] | None = None) -> None:
     run_dir: Path = arguments.run_dir
     check_run(run_dir)
     if not recorded_steps(run_dir):
-        remedy = "regrade a run with trainer.keep_groups_mb above 0"
-        raise damaged("the run keeps no answers", run_dir / "groups", remedy)
+        raise damaged(
+            "the run keeps no answers",
+            run_dir / "groups",
+            "regrade a run with trainer.keep_groups_mb above 0",
+        )
     config, own_functions = _settings(run_dir, arguments.reward, dict(arguments.set))
     rows = _rows(run_dir, config)
     golds = {} if arguments.gold is None else read_golds(arguments.gold, config)
@@ -224,9 +230,11 @@ def _settings(
 ) -> tuple[Config, list[str]]:
     """Returns the settings to grade with, and the names of the run's own reward functions."""
     content = read_settings(run_dir)
-    recorded = flatten(content)
-    kept = ("reward.", "data.", "environment.name")
-    settings = {name: value for name, value in recorded.items() if name.startswith(kept)}
+    settings = {
+        name: value
+        for name, value in flatten(content).items()
+        if name.startswith(("reward.", "data.", "environment.name"))
+    }
     settings["reward.workers"] = os.cpu_count() or 1
     for name in changes:
         if not name.startswith("reward."):
@@ -275,8 +283,7 @@ def _rows(run_dir: Path, config: Config) -> dict[str, Prompt]:
     why where they are not known.
     """
     reads_texts = {"math", "format", "length", "repetition"}
-    entries = config.reward.functions
-    if all(entry.name in reads_texts and entry.tasks == [""] for entry in entries):
+    if all(entry.name in reads_texts and entry.tasks == [""] for entry in config.reward.functions):
         return {}
     kept = kept_problems(run_dir)
     if kept is not None:
@@ -350,8 +357,9 @@ def _print(console: Console, found: Regraded, seconds: float) -> None:
     size = -(-len(steps) // _ROWS)
     for start in range(0, len(steps), size):
         part = steps[start : start + size]
-        span = str(part[0]) if size == 1 else f"{part[0]}–{part[-1]}"
-        table.add_row(span, *_cells(_sum(found, part)))
+        table.add_row(
+            str(part[0]) if size == 1 else f"{part[0]}–{part[-1]}", *_cells(_sum(found, part))
+        )
     table.add_row("all", *_cells(total))
     console.print(table)
 
@@ -363,8 +371,10 @@ def _sum(found: Regraded, steps: Sequence[int]) -> Counts:
 def _print_disagreement(console: Console, group: GroupGrades, grade: AnswerGrade) -> None:
     """Prints an answer, and its two grades beside each other."""
     of_group = group.group
-    title = f"step {group.step}, group {of_group.id}, answer {grade.index + 1}: {grade.kind}"
-    table = plain_table(title, ["", "recorded", "now"])
+    table = plain_table(
+        f"step {group.step}, group {of_group.id}, answer {grade.index + 1}: {grade.kind}",
+        ["", "recorded", "now"],
+    )
     recorded = _side(grade.answer, of_group.ground_truth)
     now = _side(grade.now, grade.now.ground_truth)
     for name in recorded | now:
@@ -379,8 +389,13 @@ def _print_disagreement(console: Console, group: GroupGrades, grade: AnswerGrade
 
 def _side(grade: CompletionText | RewardResult, gold: str | None) -> dict[str, object]:
     verdict = {True: "right", False: "wrong"}[grade.correct] if grade.verified else None
-    shown = {"reward": grade.reward, "verdict": verdict, "read as": grade.extracted_answer}
-    return {**shown, "gold": gold, **grade.components}
+    return {
+        "reward": grade.reward,
+        "verdict": verdict,
+        "read as": grade.extracted_answer,
+        "gold": gold,
+        **grade.components,
+    }
 
 
 def _cut(text: str) -> str:

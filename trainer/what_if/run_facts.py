@@ -74,8 +74,8 @@ class RunFacts:
 
     def series(self, metric: str) -> list[tuple[int, float]]:
         """Returns the known values of a number by step."""
-        pairs = zip(self.steps, self.columns.column(metric).tolist(), strict=True)
-        return [pair for pair in pairs if isfinite(pair[1])]
+        values = self.columns.column(metric).tolist()
+        return [pair for pair in zip(self.steps, values, strict=True) if isfinite(pair[1])]
 
     def setting(self, name: str, step: int) -> Any:
         """Returns a setting as it was when `step` was made."""
@@ -93,8 +93,9 @@ class RunFacts:
     def texts(self, step: int) -> list[GroupTexts]:
         """Returns the texts of a step's groups that were trained on."""
         if step not in self._texts:
-            found = read_texts(self.directory, step)
-            self._texts[step] = [group for group in found if group.id and not group.reason]
+            self._texts[step] = [
+                group for group in read_texts(self.directory, step) if group.id and not group.reason
+            ]
         return self._texts[step]
 
     def jump(self, metric: str) -> Jump | None:

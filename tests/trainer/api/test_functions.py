@@ -15,7 +15,14 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from common.errors import ConfigError
 from services.data.tiny import problems
 from tests.support.errors import raises
-from trainer import GRPOConfig, GRPOTrainer, OnlineRLTrainer, TrainerConfig
+from trainer import (
+    CompositeRewardFunction,
+    GRPOConfig,
+    GRPOTrainer,
+    MathRewardFunction,
+    OnlineRLTrainer,
+    TrainerConfig,
+)
 from trainer.observe.run_dir import read_lines
 
 pytestmark = pytest.mark.integration
@@ -407,3 +414,16 @@ def test_a_curriculum_prefers_the_same_prompts_when_all_rewards_are_lower(
             drawn.append(db.execute("SELECT place, free FROM draws").fetchall())
     assert drawn[0] == drawn[1]
     assert any(not free for _, free in drawn[0]), "some were drawn by their pass rate"
+
+
+@pytest.mark.parametrize("is_part", [False, True])
+def test_rows_without_the_column_that_a_function_reads_are_named_and_not_the_function(
+    is_part: bool, base_model: Path, tmp_path: Path
+) -> None:
+    function = MathRewardFunction()
+    rows = [{"prompt": f"What is {number} + 1?"} for number in range(12)]
+    fields = {"model_name_or_path": str(base_model), "output_dir": tmp_path, "verbose": False}
+    reward = CompositeRewardFunction([function]) if is_part else function
+    trainer = OnlineRLTrainer(TrainerConfig(**fields), reward, rows)
+    with raises(ConfigError, field="train_dataset", value="train_dataset-0, column ground_truth"):
+        trainer.train()

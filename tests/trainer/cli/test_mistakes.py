@@ -324,6 +324,47 @@ MISTAKES = [
         "FOLDER/ended --step 3",
         "--step|no checkpoint of this step|of a checkpoint (step_000002, step_000004)",
     ),
+    (
+        "fork",
+        "FOLDER/ended --step 2 --set optimizer.learning_rat=1",
+        "--set optimizer.learning_rat|1|did you mean optimizer.learning_rate?",
+    ),
+    (
+        "fork",
+        "FOLDER/ended --step 2 --set optimizer.learning_rate=-1",
+        "--set optimizer.learning_rate|-1|greater than 0",
+    ),
+    ("fork", "FOLDER/ended --step 4 --set trainer.max_steps=4", "trainer.max_steps|4|above 4"),
+    *(
+        (program, f"{words}=", f"{words.split()[-1]}|it is empty|name a path")
+        for program, words in (
+            ("train_math", "--output-dir"),
+            ("train_math", "--save-to"),
+            ("fork", "FOLDER/ended --step 2 --output"),
+            ("report", "FOLDER/ended --output"),
+            ("regrade", "FOLDER/ended --gold"),
+            ("local", f"{GROUP} --log-dir"),
+            ("local", f"{GROUP} --clear"),
+        )
+    ),
+    ("trainer", "--trainer.run_dir=", "trainer.run_dir|it is empty|name a path"),
+    ("trainer", "--state_dir=", "state_dir|it is empty|name a path"),
+    *(
+        ("train_math", f"{given} 1", f"{given}|there is no such argument|{remedy}")
+        for given, remedy in (
+            ("--beta", "use --kl-coef"),
+            ("--num_generations", "use --num-generations"),
+            ("--max-completion-length", "use --max-new-tokens"),
+            ("--rloo_k", "use --num-generations"),
+            ("--model_name_or_path", "use --model"),
+            ("--delta", "use --set algorithm.dual_clip=VALUE"),
+            ("--reward_weights", "only the Python API has it"),
+            ("--fp16", "leave it out: "),
+            ("--sync_ref_model", "set algorithm.reference_refresh"),
+        )
+    ),
+    ("local", f"{GROUP} --num-nodes data-server=2", "--num-nodes|data-server=2|leave it at 1"),
+    ("local", f"{GROUP} --num-nodes replay-buffer=3", "--num-nodes|replay-buffer=3|at 1"),
     ("dashboard", "runs/x --port 99999", "--port|99999|65535"),
     ("tiny_model", "docs", "DIRECTORY|docs|name another"),
     ("local", "jobgroup/nothing.yaml", "YAML|jobgroup/nothing.yaml|rlhf-math-jobgroup.yaml"),
@@ -513,8 +554,12 @@ assert not {"torch", "transformers", "sglang", "fastapi"} & set(sys.modules)
 @pytest.mark.integration
 def test_a_run_that_cannot_answer_is_refused_before_torch_is_loaded(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
-    for module in ("trainer.audit", "trainer.what_if.fork"):
-        words = [module, str(tmp_path), "--step", "7"]
+    (tmp_path / "checkpoints/step_000007").mkdir(parents=True)
+    for module, more in (
+        ("trainer.audit", []),
+        ("trainer.what_if.fork", ["--set", "optimizer.learning_rat=1"]),
+    ):
+        words = [module, str(tmp_path), "--step", "7", *more]
         done = subprocess.run(
             [sys.executable, "-c", REFUSED, *words], cwd=ROOT, capture_output=True, text=True
         )
