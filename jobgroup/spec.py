@@ -25,6 +25,8 @@ _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _M = TypeVar("_M", bound=BaseModel)
 _NOTHING: Mapping[str, Any] = {}
+OURS = re.compile(r"-m (trainer|services)\b")
+"""Matches the command of a task whose process reads our settings."""
 # Matches the command of a task whose callers know only its first node.
 _ONE_NODE = re.compile(r"-m services\.(data|reward|replay)\b")
 
@@ -56,8 +58,10 @@ class Task:
         """Returns the task for a machine that mounts no volumes: what would be on them goes to the
         default folders.
         """
-        env = {name: value for name, value in self.env.items() if name not in self.on_volumes}
-        return replace(self, env=env)
+        return replace(
+            self,
+            env={name: value for name, value in self.env.items() if name not in self.on_volumes},
+        )
 
     def settings(self, env: Env) -> config.Config:
         """Returns the settings of the task's processes in the environment `env`. Raises
@@ -103,7 +107,8 @@ class _Header(_Document):
     inter_connection: bool = True
 
 
-class _Recovery(BaseModel):
+class _Recovery(_Document):
+    strategy: Any = None
     max_restarts_on_errors: int = Field(0, ge=0)
     recover_on_exit_codes: list[int] = []
 
@@ -214,9 +219,8 @@ def known_variable(name: str, documents: Iterable[Mapping[str, Any]], option: st
     """Raises ConfigError for a variable that no task declares and that looks like a misspelt
     setting.
     """
-    declared = any(name in (document.get("envs") or ()) for document in documents)
     hint = config.misspelt(name)
-    if hint and not declared:
+    if hint and not any(name in (document.get("envs") or ()) for document in documents):
         raise ConfigError(
             "there is no such variable", field=option, value=name, remedy=f"did you mean {hint}?"
         )
@@ -256,14 +260,14 @@ def _documents(path: Path) -> list[Json]:
         documents = read_yaml_documents(path.read_text(encoding="utf-8"))
     # ValueError: an invalid date
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
-        problem = f"the job group cannot be read: {yaml_problem(error)}"
-        raise no_job_group(path, problem) from None
+        raise no_job_group(path, f"the job group cannot be read: {yaml_problem(error)}") from None
     documents = [document for document in documents if document is not None]
     if not all(isinstance(document, dict) for document in documents):
         raise no_job_group(path, "every document of a job group must be a mapping")
     if len(documents) < 2:
-        problem = "a job group needs a header and at least one task, separated by ---"
-        raise no_job_group(path, problem)
+        raise no_job_group(
+            path, "a job group needs a header and at least one task, separated by ---"
+        )
     return documents
 
 
@@ -327,16 +331,18 @@ def _on_volumes(task: _TaskDocument, overrides: Env) -> tuple[str, ...]:
     names = []
     for key, value in task.envs.items():
         folder = PurePosixPath(str(value))
-        on_volume = any(folder.is_relative_to(mount) for mount in task.volumes)
-        if on_volume and str(key) not in overrides:
+        if str(key) not in overrides and any(map(folder.is_relative_to, task.volumes)):
             names.append(str(key))
     return tuple(names)
 
 
 def _environment(task: _TaskDocument, env: Env, secrets: Env) -> dict[str, str]:
     """Returns the variables of a task, literally. An empty secret comes from `--secret`, `--env` or
-    this environment.
+    this environment. Raises ConfigError, also for a misspelt setting of a task of ours.
     """
+    # A misspelt one would be set, and the default used.
+    for key in task.envs if OURS.search(task.run) else ():
+        known_variable(str(key), [], f"{task.name}.envs")
     values: Json = {str(key): value for key, value in task.envs.items()} | dict(env)
     declared = task.secrets if isinstance(task.secrets, dict) else dict.fromkeys(task.secrets)
     given = {**env, **secrets}

@@ -50,7 +50,11 @@ def main() -> None:
         remedy = f"{did_you_mean(word, COMMANDS)}; rlhf --help says what each does"
         fail(ConfigError("there is no such command", field="rlhf", value=word, remedy=remedy))
     del sys.argv[1]
-    _run(module)
+    try:
+        _run(module)
+    except KeyboardInterrupt:  # while it was imported: afterwards the command says more
+        print("\ninterrupted", file=sys.stderr, flush=True)
+        raise SystemExit(130) from None
 
 
 def _help() -> str:

@@ -37,7 +37,7 @@ from jobgroup.local.node import Node
 from jobgroup.local.output import Screen
 from jobgroup.local.placement import Placement, choose_addresses, gpus_of_machine, share_gpus
 from jobgroup.local.runner import Runner
-from jobgroup.spec import Env, JobGroup, Task, assignments, seconds
+from jobgroup.spec import OURS, Env, JobGroup, Task, assignments, seconds
 
 # Interpreter in the YAMLs, made by `jobgroup/setup.sh`; this Python replaces it in a folder that
 # lacks it.
@@ -58,8 +58,6 @@ python -m trainer --help lists the settings: section.name is the variable RLHF_S
 """
 _FILES = 8192
 _TOKEN_FILE = "api_token"  # noqa: S105
-# Matches the command of a task whose process reads our settings.
-_OURS = re.compile(r"-m (trainer|services)\b")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -97,7 +95,7 @@ def _check_settings(tasks: Sequence[Task]) -> None:
     function that is not there, before any process is started.
     """
     for task in tasks:
-        if not _OURS.search(task.run):
+        if not OURS.search(task.run):
             continue
         env = {**os.environ, **task.env}
         config = task.settings(env)
@@ -354,7 +352,7 @@ def _addresses(group: JobGroup, placement: Placement, log_dir: Path, made: str) 
         lines.append(f"API_TOKEN of this run: {made}, also in {file}; for calls:")
         lines.append(f'  curl -H "Authorization: Bearer $(cat {file})" …')
     for task in group.tasks:
-        if task.name == TRAINER and _OURS.search(task.run):
+        if task.name == TRAINER and OURS.search(task.run):
             env = {**os.environ, **task.env}
             here = Topology(group=group.name, local_hosts=placement.hosts)
             _, _, place = here.url(TRAINER, task.settings(env).trainer.port).partition("://")

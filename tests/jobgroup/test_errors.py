@@ -46,6 +46,24 @@ def _load(folder: Path, text: str) -> spec.JobGroup:
         ("name: main\n", "name: main\nworkdir: nowhere\n", "main.workdir", "does not exist"),
         ("name: main\n", "name: main\nenvs: {A: }\n", "main.envs", "--env A="),
         ("name: main\n", "name: main\nenvs: {A-B: 1}\n", "main.envs", "not the name of a variable"),
+        (
+            "run: echo",
+            "envs: {STATE_DRI: /state}\nrun: python -m services.data; echo",
+            "main.envs",
+            "did you mean STATE_DIR?",
+        ),
+        (
+            "run: echo",
+            "envs: {RLHF_DATA__SORCE: x}\nrun: python -m services.data; echo",
+            "main.envs",
+            "did you mean RLHF_DATA__SOURCE?",
+        ),
+        (
+            "name: main\n",
+            "name: main\nresources: {job_recovery: {max_restart_on_errors: 3}}\n",
+            "main.job_recovery.max_restart_on_errors",
+            "did you mean max_restarts_on_errors?",
+        ),
         ("name: main\n", "name: main\nsecrets: {NOT_SET_ANYWHERE: }\n", "main.envs", "--secret"),
         (
             "name: main\n",
@@ -150,6 +168,11 @@ def test_a_run_directory_in_use_is_refused_with_the_process_that_has_it(
         assert f"run first (process {os.getpid()} on " in error
         assert "field: RUN_DIR" in error
         assert not (tmp_path / "ran").exists()
+
+
+def test_a_task_of_the_user_may_declare_any_variable(tmp_path: Path) -> None:
+    made = _load(tmp_path, f"{GOOD}envs: {{STATE_DRI: /state, SEEDS: 3}}\n")
+    assert made.tasks[0].env == {"STATE_DRI": "/state", "SEEDS": "3"}
 
 
 def test_a_file_that_is_no_job_group_is_refused(

@@ -21,7 +21,7 @@ from trainer.diagnosis.live import collect
 from trainer.diagnosis.report import first_line
 from trainer.diagnosis.run_files import holder_of, read_facts
 from trainer.observe.catalogue import ALARMS, limits
-from trainer.observe.jsonl import JsonlReader, parsed
+from trainer.observe.jsonl import JsonlReader, parsed_line
 from trainer.observe.metrics import SECTIONS
 from trainer.observe.run_dir import ATTEMPTS, no_run, read_settings
 from trainer.timing import STAGES, WAITING
@@ -95,9 +95,9 @@ class RunReader:
         self._generation = 0
 
     def _start_over(self) -> None:
-        self._metrics = JsonlReader(self.directory / "metrics.jsonl", parsed)
-        self._evaluations = JsonlReader(self.directory / "evaluations.jsonl", parsed)
-        self._attempts = JsonlReader(self.directory / ATTEMPTS, parsed)
+        self._metrics = JsonlReader(self.directory / "metrics.jsonl", parsed_line)
+        self._evaluations = JsonlReader(self.directory / "evaluations.jsonl", parsed_line)
+        self._attempts = JsonlReader(self.directory / ATTEMPTS, parsed_line)
         # Where the prompts come from; runs of earlier versions do not say.
         self._data: str | None = None
         self._columns = Columns()

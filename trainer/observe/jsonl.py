@@ -91,12 +91,11 @@ class JsonlReader(Generic[T]):
 
 def last_steps(path: Path, count: int) -> list[Json]:
     """Returns the last whole lines that belong to a step; damaged ones are left out."""
-    reader = JsonlReader(path, parsed)
+    reader = JsonlReader(path, parsed_line)
     with suppress(OSError):
         # The reading may begin within a line, which then counts as damaged.
         reader.done = max(0, path.stat().st_size - _TAIL_BYTES)
-    found = (line for line in reader.read() if isinstance(line.get("step"), int))
-    return list(deque(found, maxlen=count))
+    return list(deque(reader.read(), maxlen=count))
 
 
 def parsed(line: bytes) -> Json:
@@ -107,4 +106,12 @@ def parsed(line: bytes) -> Json:
         content = json.loads(line)  # has NaN and infinity
     if not isinstance(content, dict):
         raise ValueError("it is not an object")
+    return content
+
+
+def parsed_line(line: bytes) -> Json:
+    """Returns the object of a line about a step of a run. Raises ValueError."""
+    content = parsed(line)
+    if not isinstance(content.get("step"), int):
+        raise ValueError("it names no step")
     return content

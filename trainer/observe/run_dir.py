@@ -39,7 +39,7 @@ from common.wire.schemas import Group
 from trainer.evaluation.evaluation import Answer, Evaluation
 from trainer.evaluation.uncertainty import accuracy_text
 from trainer.observe.hints import hints, remember
-from trainer.observe.jsonl import parsed
+from trainer.observe.jsonl import parsed, parsed_line
 from trainer.observe.output import Output
 from trainer.timing import STAGES, WAITING
 from trainer.trackers.base import Record, flatten, numbers
@@ -420,8 +420,8 @@ def read_lines(path: Path) -> list[Json]:
     found = []
     for number, line in enumerate(lines[:-1], 1):
         try:
-            found.append(json.loads(line))
-        except ValueError as error:
+            found.append(parsed_line(line))
+        except (ValueError, RecursionError) as error:
             raise damaged(
                 f"line {number} of {path.name} is damaged: {error}",
                 path,

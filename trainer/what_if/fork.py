@@ -14,7 +14,6 @@ from common.errors import ConfigError
 from common.process.cli import CommandParser, positive, run
 from common.settings.config import from_mapping, names
 from common.settings.sources import variable
-from trainer.api.refusals import Given
 from trainer.audit.waits import waits_told
 from trainer.cli.commands import add_settings, argument_names, run_parser
 from trainer.cli.compare import compare, evaluated
@@ -64,7 +63,7 @@ def parser() -> CommandParser:
     return made
 
 
-def _check_settings(run_dir: Path, step: int, changes: Given) -> None:
+def _check_settings(run_dir: Path, step: int, changes: Json) -> None:
     """Raises ConfigError for changes that do not fit the settings of the run."""
     # Functions that a program gave have names that no setting can have.
     content = known_settings(run_dir) | {"reward.functions": ["math"]}

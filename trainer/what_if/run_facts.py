@@ -13,7 +13,7 @@ import numpy as np
 from common import Json
 from trainer.dashboard.columns import Columns
 from trainer.observe.group_files import LINES, GroupSummary, GroupTexts, StepGroups, read_texts
-from trainer.observe.jsonl import JsonlReader, parsed
+from trainer.observe.jsonl import JsonlReader, parsed_line
 from trainer.observe.run_dir import AUDIT, changed, known_settings
 from trainer.trackers.base import flatten
 
@@ -55,13 +55,13 @@ class RunFacts:
     def read(cls, run_dir: Path) -> "RunFacts":
         """Reads the files; damaged lines are left out."""
         columns = Columns()
-        for line in JsonlReader(run_dir / "metrics.jsonl", parsed).read():
+        for line in JsonlReader(run_dir / "metrics.jsonl", parsed_line).read():
             columns.append(line["step"], line)
         groups = JsonlReader(run_dir / LINES, msgspec.json.Decoder(StepGroups).decode).read()
         # Only the audit keeps the settings of earlier attempts.
         settings = [
             (line["step"], flatten(line["config"]))
-            for line in JsonlReader(run_dir / AUDIT, parsed).read()
+            for line in JsonlReader(run_dir / AUDIT, parsed_line).read()
             if line.get("kind") == "start"
         ]
         settings = settings or [(0, known_settings(run_dir))]

@@ -28,6 +28,7 @@ from tests.support.errors import raises
 from tests.support.runs.recorded_groups import group as recorded_group
 from tests.support.runs.recorded_groups import record, trained
 from trainer.algorithms.batch import Batch, TrainingGroup
+from trainer.dashboard.runs import RunReader
 from trainer.evaluation.verdicts import Verdicts
 from trainer.observe import audit as audit_module
 from trainer.observe import jsonl, run_dir
@@ -51,6 +52,7 @@ from trainer.policy.policy import PolicyUpdate
 from trainer.policy.update_metrics import Sums
 from trainer.rollouts.drops import Drops
 from trainer.timing import STAGES, WAITING, StageClock
+from trainer.what_if.run_facts import RunFacts
 
 RUN = "trainer.run_dir"
 
@@ -102,6 +104,23 @@ def test_what_cannot_be_read_is_an_error_about_its_file(tmp_path: Path) -> None:
     assert no_run(tmp_path / "x").message == "there is no such run directory"
     assert damaged("m", lines).remedy == "restore that file from a copy"
     assert damaged("m", lines, "do this").remedy == "do this"
+
+
+@pytest.mark.parametrize("line", ["[1]", "5", '{"kind": "step"}', '{"step": "x"}', '{"step": 1.5}'])
+def test_a_line_that_names_no_step_is_damaged_for_every_reader(tmp_path: Path, line: str) -> None:
+    good = '{"step": 7, "kind": "step", "reward": 1.0}\n'
+    for name in ("metrics.jsonl", "audit.jsonl"):
+        (tmp_path / name).write_text(f"{good}{line}\n")
+        path = tmp_path / name
+        with raises(ConfigError, field=RUN, value=str(path)):
+            read_lines(path)
+        assert [each["step"] for each in last_steps(path, 9)] == [7]
+    with raises(ConfigError, field=RUN):
+        run_dir.audited_steps(tmp_path)
+    assert list(RunFacts.read(tmp_path).steps) == [7]
+    assert any(
+        "line 2 of metrics.jsonl is damaged" in each for each in RunReader(tmp_path).problems
+    )
 
 
 def test_what_cannot_be_written_is_an_error_about_its_file(tmp_path: Path) -> None:
