@@ -37,6 +37,23 @@ def test_the_wheel_has_one_top_level_package_with_every_project_file(wheel: Path
     assert not any("tests/" in name for name in names)
 
 
+def test_ctrl_c_while_a_command_is_imported_ends_it_without_a_traceback(
+    tmp_path: Path,
+) -> None:
+    # A module of this name is imported by every command.
+    (tmp_path / "yaml.py").write_text("raise KeyboardInterrupt\n")
+    code = "import sys; from rlhf_math.commands import main; sys.path.insert(0, sys.argv.pop()); "
+    done = subprocess.run(
+        [sys.executable, "-c", f"{code} main()", "train", "--help", str(tmp_path)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 130, done.stderr
+    assert done.stderr.split() == ["interrupted"]
+    assert not done.stdout
+
+
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_command_explains_itself_by_its_own_name(installed: Installed, command: str) -> None:
     done = installed.run("rlhf", command, "--help")

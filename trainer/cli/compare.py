@@ -87,8 +87,9 @@ def recorded_evaluations(run_dir: Path) -> Iterator[RecordedEvaluation]:
 
 def parser() -> CommandParser:
     """Returns the command line."""
-    usage = "RUN_DIR [RUN_DIR ...] [--step STEP]"
-    made = CommandParser("rlhf compare", __doc__ or "", usage, _EPILOG)
+    made = CommandParser(
+        "rlhf compare", __doc__ or "", "RUN_DIR [RUN_DIR ...] [--step STEP]", _EPILOG
+    )
     made.add_argument(
         "run_dirs",
         type=Path,

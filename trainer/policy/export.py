@@ -7,7 +7,7 @@ from typing import Any
 from common.errors import ConfigError
 from common.models.hub import check_model
 from common.process.imports import heavy_imports
-from common.process.storage import make_directory
+from common.process.storage import make_directory, storing
 from trainer.policy.trained_prompts import TRAINED_PROMPTS, copy_trained_prompts
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -52,7 +52,8 @@ def export(
         dtype: type of the written weights, one of `DTYPES`.
         trust_remote_code: run Python code that comes with the model.
 
-    Raises ConfigError when `out` exists or the checkpoint cannot be loaded.
+    Raises ConfigError when `out` exists or the checkpoint cannot be loaded, and StorageFailed when
+    the disk is full or broken.
     """
     if out.exists():
         raise ConfigError(
@@ -89,8 +90,12 @@ def export(
     partial = out.with_name(f"{out.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     model.config.dtype = weights_type
-    Contents.of(model, model.kept).write(partial)
-    load_tokenizer(section).save_pretrained(partial)
-    copy_trained_prompts(checkpoint, partial)
-    partial.rename(out)
+    try:
+        with storing("the model", out, "OUT", "export again"):
+            Contents.of(model, model.kept).write(partial)
+            load_tokenizer(section).save_pretrained(partial)
+            copy_trained_prompts(checkpoint, partial)
+            partial.rename(out)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
     return out

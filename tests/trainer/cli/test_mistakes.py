@@ -271,6 +271,7 @@ MISTAKES = [
     ("evaluate_model", "--model .cache/tiny-base --compare ./other", "--compare|./other"),
     ("evaluate_model", "--model x --k 0", "--k|'0'|above 0"),
     ("evaluate_model", "--model x --temperature 0", "--temperature|0.0|greater than 0"),
+    ("evaluate_model", "--model x --output-file /proc/r.json", "--output-file|/proc|name a"),
     ("evaluate_model", "--model x --output-file /no/r.json", "--output-file|/no/r.json"),
     (
         "evaluate_model",

@@ -1,6 +1,7 @@
 """LoRA: what is trained, what is saved, and that engines sample from exactly the policy the trainer
 computes."""
 
+import errno
 import json
 import shutil
 import subprocess
@@ -20,8 +21,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from common.clients.rollout import RolloutClient
 from common.errors import ConfigError
+from common.process.storage import StorageFailed
 from common.settings.config import Config, load
 from learning.ranks import Ranks
+from learning.saving import Contents
 from services.data.tiny import problems
 from tests.support.batches.groups import known, off_policy_groups, prepared, with_algorithm
 from tests.support.errors import raises
@@ -365,6 +368,20 @@ def test_a_checkpoint_loads_is_evaluated_and_is_exported(
     assert results[0]["responses"] == results[1]["responses"]
     with raises(ConfigError, field="OUT"):
         export(saved, tmp_path / "merged")
+
+
+def test_an_export_onto_a_full_disk_says_so_and_leaves_nothing(
+    policy_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(contents: Contents, directory: Path) -> None:
+        directory.mkdir()
+        (directory / "model.safetensors").write_bytes(b"a part")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Contents, "write", full)
+    with raises(StorageFailed, code="disk_full", field="OUT", value=str(tmp_path / "out")):
+        export(policy_dir, tmp_path / "out")
+    assert not list(tmp_path.glob("out*"))
 
 
 def test_a_whole_checkpoint_is_exported_in_another_precision(
