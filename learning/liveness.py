@@ -370,9 +370,9 @@ class Liveness:
 
     async def _end_stuck(self) -> None:
         """Ends this process, because no rank makes progress and nobody knows when one would."""
+        log.error("where all ranks stand: %s", self._stuck_at)
         await self._exit(
-            f"no rank has made progress for {self._stuck_after_s:g} s (limits.stuck_after_s). "
-            f"{self._stuck_at}. All ranks end",
+            f"no rank has made progress for {self._stuck_after_s:g} s (limits.stuck_after_s)",
             event("rank_lost", how="stuck"),
             reports=self._ranks.is_rank_zero,
         )
@@ -386,21 +386,21 @@ class Liveness:
             "silent": f"is lost: silent for {self._lost_after_s:g} s (limits.lost_after_s), "
             "node gone or process stuck",
         }[message.how]
-        name = self._name(message.rank)
         await self._exit(
-            f"{name} {what}. {self._name(self._ranks.rank)} ends too",
+            f"{self._name(message.rank)} {what}",
             event("rank_lost", number=message.rank, how=message.how, cause=message.code),
             reports=self._ranks.rank == writer,
         )
 
     async def _exit(self, reason: str, about: dict[str, object], *, reports: bool) -> None:
-        log.error(
-            "%s. The job's recovery (max_restarts_on_errors) starts every trainer "
-            "node again, and the run continues from its newest checkpoint",
-            reason,
-            extra=about,
-        )
+        # The reason has a line of its own, since `rlhf diagnose` shows it.
+        log.error("%s", reason, extra=about)
         own_name = self._name(self._ranks.rank)
+        log.error(
+            "%s ends too. The job's recovery (max_restarts_on_errors) starts every trainer "
+            "node again, and the run continues from its newest checkpoint",
+            own_name,
+        )
         log.error(
             "%s was here:\n%s",
             own_name,

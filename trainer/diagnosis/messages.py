@@ -111,16 +111,17 @@ def _lost_ranks(facts: Facts, lines: list[LogLine]) -> Iterator[Finding]:
         remedy = ""
         if fault == catalogue.RANK_DIES and facts.restarts is False:  # nobody starts it again
             remedy = catalogue.KILLED.remedy
-        if fault == catalogue.ENDED:  # what the rank that ends goes on to say is no part of it
-            remedy = line.fields.get("remedy", "").partition(". ")[0]
+        if fault == catalogue.ENDED:
+            remedy = line.fields.get("remedy", "")
         evidence = [each.message for each in _with_code(lines, "rank_killed")][-1:]
         evidence.append(line.said)
         for place in _with_code(lines, "rank_place"):  # where those were that waited for it
             calls = _FRAME.findall(place.text)
             at = calls[-1] if calls else "no Python code"
             evidence.append(f"{place.fields.get('rank')} was in {at}")
-        what = line.text.partition(". ")[0]
-        yield finding(fault, what, line.time, level="stopped", evidence=evidence, remedy=remedy)
+        yield finding(
+            fault, line.message, line.time, level="stopped", evidence=evidence, remedy=remedy
+        )
         return
 
 

@@ -166,7 +166,7 @@ def test_an_alarm_lasts_since_the_first_of_the_steps_in_a_row() -> None:
 def test_the_rank_that_was_lost_is_named_unless_rank_zero_tells_it_itself(
     number: str, how: str, restarts: bool | None
 ) -> None:
-    lost = line("rank_lost", "It is lost. All end", number=number, how=how)
+    lost = line("rank_lost", "It is lost", number=number, how=how)
     lost.fields["cause"] = "out_of_memory"
     place = line("rank_place", 'File "a.py", line 1, in f\nFile "b.py", line 2, in g', rank="r1")
     killed = [line("rank_killed", f"killed {number}") for number in range(2)]
@@ -187,10 +187,10 @@ def test_the_rank_that_was_lost_is_named_unless_rank_zero_tells_it_itself(
 
 
 def test_a_rank_that_failed_with_an_unknown_error_has_its_own_remedy() -> None:
-    lost = line("rank_lost", number="1", how="failed", remedy="Do this. And that. Then more")
+    lost = line("rank_lost", number="1", how="failed", remedy="Do this. And that")
     known = facts(state="ended", lines=[lost])
     [finding] = from_messages(known)
-    assert (finding.name, finding.remedy) == (catalogue.ENDED, "Do this")
+    assert (finding.name, finding.remedy) == (catalogue.ENDED, "Do this. And that")
 
 
 @pytest.mark.parametrize("holder", [{}, {"pid": 7, "host": "node-1"}])
