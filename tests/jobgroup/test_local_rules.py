@@ -243,10 +243,10 @@ def test_logs_are_in_the_run_directory_unless_another_folder_is_named(
         assert logs.is_dir()
         assert logs.parent == tmp_path / run_dir / "logs"
         assert logs.name.endswith(f"-{os.getpid()}")
-    assert command._log_dir("there/logs", without) == tmp_path / "there/logs"
+    assert command._log_dir(Path("there/logs"), without) == tmp_path / "there/logs"
     (tmp_path / "file").touch()
     with raises(ConfigError, field="--log-dir"):
-        command._log_dir("file/logs", without)
+        command._log_dir(Path("file/logs"), without)
 
 
 def test_the_directories_of_a_run_are_held_and_one_of_another_run_is_named(tmp_path: Path) -> None:
