@@ -13,11 +13,8 @@ _REPR = reprlib.Repr()
 _REPR.maxlevel = 4
 _REPR.maxdict = 10
 _REPR.maxlist = 10
-_REPR.maxtuple = 10
-_REPR.maxset = 10
 _REPR.maxstring = _MAX_VALUE_CHARS
 _REPR.maxother = _MAX_VALUE_CHARS
-_REPR.maxlong = _MAX_VALUE_CHARS
 
 
 def shorten(value: object, limit: int = _MAX_VALUE_CHARS) -> str:
@@ -112,6 +109,17 @@ class ServiceError(Exception):
     def _known(self) -> dict[str, str]:
         optional = {key: getattr(self, key) for key in ("field", "value", "remedy")}
         return {key: text for key, text in optional.items() if text is not None}
+
+
+class Refused(ValueError):
+    """Why a validator of pydantic refuses a value: the reason is the text, and the remedy stands
+    beside it. A validator that sees several settings says which one is to change: `setting`.
+    """
+
+    def __init__(self, reason: str, remedy: str, setting: str | None = None) -> None:
+        super().__init__(reason)
+        self.remedy = remedy
+        self.setting = setting
 
 
 class InvalidInput(ServiceError):

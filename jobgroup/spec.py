@@ -290,7 +290,9 @@ def _validated(model: type[_M], content: Any, where: str) -> _M:
         hint = did_you_mean(str(first["loc"][-1]), [], model.model_fields)
         remedy = f"{hint} the known fields are {', '.join(model.model_fields)}".strip()
     else:
-        message, remedy = explained(first)
+        wrong = explained(first)
+        message = str(wrong)
+        remedy = wrong.remedy
     raise ConfigError(message, field=field, value=value, remedy=remedy)
 
 

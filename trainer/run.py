@@ -238,9 +238,7 @@ class Run:
             self._evaluate(pass_samples=0)
 
     def checkpoint(self) -> None:
-        """Saves every `checkpoint.every` steps, but not after the last one. A
-        collective.
-        """
+        """Saves every `checkpoint.every` steps, but not after the last one. A collective."""
         if self._is_due(self.config.checkpoint.every):
             watchdog.at(f"the checkpoint of step {self.policy.step}")
             self._save()

@@ -86,7 +86,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 def _existing(text: str) -> Path:
     path = Path(text)
     if not path.exists():
-        raise argparse.ArgumentTypeError(f"{text!r} does not exist")
+        raise ConfigError(f"{text!r} does not exist", remedy="name one that does")
     return path.absolute()
 
 
@@ -96,9 +96,7 @@ def _minutes(text: str) -> float:
     except ValueError:
         found = 0.0
     if not found > 0:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is not a number above 0: give minutes, such as 8"
-        )
+        raise ConfigError(f"{text!r} is not a number above 0", remedy="give minutes, such as 8")
     return found
 
 

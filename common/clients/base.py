@@ -19,6 +19,7 @@ from typing import Any, NamedTuple, Self, TypeVar
 import httpx
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
+from common import Json
 from common.clients.network import Network, Receive, Reply, Sent, exchange, refuse_compressed
 from common.clients.unreachable import Problem, problem_of, problem_of_status
 from common.errors import ServiceError, ServiceLost, Unauthorized, shorten
@@ -244,9 +245,7 @@ class Client:
         is_new = not self._answered and time.monotonic() - self._made < self.start_s
         return logging.INFO if is_new else logging.WARNING
 
-    async def _repeat(
-        self, method: str, path: str, patience_s: float, arguments: dict[str, Any]
-    ) -> Reply:
+    async def _repeat(self, method: str, path: str, patience_s: float, arguments: Json) -> Reply:
         loop = asyncio.get_running_loop()
         call = f"{method} {path}"
         start = time.monotonic()
@@ -389,7 +388,7 @@ class Client:
         attempt: str,
         *,
         patience: _Patience,
-        arguments: dict[str, Any],
+        arguments: Json,
     ) -> Reply:
         """Sends a request once, with `content` or `json`, `params` and `headers`; a text is JSON.
 
@@ -551,7 +550,7 @@ def _begin(
     watching.append(asyncio.create_task(watch()))
 
 
-def _detail(response: Reply) -> dict[str, Any]:
+def _detail(response: Reply) -> Json:
     """Returns message, field, value, remedy and code of an error; only a message when the body has
     another shape, such as SGLang's.
     """

@@ -1,8 +1,8 @@
 """The data-server's client."""
 
 from collections.abc import Sequence
-from typing import Any
 
+from common import Json
 from common.clients.base import Client
 from common.wire.schemas import PassRateReport, Prompt, PromptBatch
 
@@ -33,8 +33,8 @@ class DataClient(Client):
         response = await self.request("GET", path, params={"limit": limit, "offset": offset})
         return [Prompt.model_validate(item) for item in response.json()["prompts"]]
 
-    async def stats(self) -> dict[str, Any]:
-        return await self.json("GET", "/stats", dict[str, Any])
+    async def stats(self) -> Json:
+        return await self.json("GET", "/stats", Json)
 
     async def seek(self, position: int, request_id: str | None = None, replaces: str = "") -> None:
         """Moves the shuffled stream to `position`, counted in prompts from its beginning. A copy

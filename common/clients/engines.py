@@ -13,6 +13,7 @@ from typing import Any
 import httpx
 from pydantic import BaseModel, ValidationError
 
+from common import Json
 from common.clients.base import Client, Look
 from common.clients.network import Reply
 
@@ -134,7 +135,7 @@ class Engines:
             if answer.status_code in _UNKNOWN_CALL:
                 self._urls = [""]
                 return self._urls
-            workers: list[dict[str, Any]] = answer.json()["workers"]
+            workers: list[Json] = answer.json()["workers"]
             return [each["url"].rstrip("/") for each in workers if each["is_healthy"]]
         except (httpx.TransportError, TimeoutError, OSError, ValueError, LookupError, TypeError):
             return []

@@ -5,10 +5,10 @@ import logging
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any
 
 import httpx
 
+from common import Json
 from common.clients.base import Client, Unreachable
 from common.clients.network import Reply
 from common.errors import NotFound, ServiceError
@@ -72,7 +72,7 @@ class EnvironmentClient(Client):
         """Returns whether episodes give a reward (None: known once one gave one), and whether these
         rewards say which episodes were right.
         """
-        (served,) = await self.json("GET", "/environments", list[dict[str, Any]])
+        (served,) = await self.json("GET", "/environments", list[Json])
         return served["has_reward"], served["gives_verdicts"]
 
     async def episodes(self, request: EpisodeRequest) -> list[Episode]:

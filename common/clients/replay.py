@@ -1,10 +1,11 @@
 """The replay-buffer's client."""
 
-from typing import Any, TypeVar
+from typing import TypeVar
 from urllib.parse import quote
 
 from pydantic import BaseModel
 
+from common import Json
 from common.clients.base import Client
 from common.wire import codec
 from common.wire.schemas import Group, SampledGroups, SampleRequest, TakenGroups, TakeRequest
@@ -81,7 +82,7 @@ class ReplayClient(Client):
 
     async def listing(
         self, state: str, limit: int = 1000, deadline_s: float | None = None
-    ) -> list[dict[str, Any]]:
+    ) -> list[Json]:
         """Describes the first `limit` groups in this state, without their contents."""
         params = {"state": state, "limit": limit}
         answer = await self.request("GET", "/groups", params=params, deadline_s=deadline_s)
@@ -93,5 +94,5 @@ class ReplayClient(Client):
         answer = await self.request("GET", path, deadline_s=deadline_s)
         return codec.decode_json(answer.content, Group)
 
-    async def stats(self) -> dict[str, Any]:
-        return await self.json("GET", "/stats", dict[str, Any])
+    async def stats(self) -> Json:
+        return await self.json("GET", "/stats", Json)

@@ -1,8 +1,8 @@
 """The reward-server's client."""
 
 from itertools import chain, islice
-from typing import Any
 
+from common import Json
 from common.clients.base import Client
 from common.wire.schemas import (
     BatchRewardRequest,
@@ -26,7 +26,7 @@ class RewardClient(Client):
 
     async def gives_verdicts(self) -> bool:
         """Returns whether the reward functions say which answers are right."""
-        stats = await self.json("GET", "/stats", dict[str, Any])
+        stats = await self.json("GET", "/stats", Json)
         return bool(stats["gives_verdicts"])
 
     async def check_ground_truths(self, items: list[RewardItem]) -> GroundTruthProblems:

@@ -15,6 +15,7 @@ import msgspec
 import numpy as np
 import orjson
 
+from common import Json
 from common.clients.base import Look
 from common.clients.engines import GeneratingClient
 from common.clients.network import Receive, Reply
@@ -162,7 +163,7 @@ class RolloutClient(GeneratingClient):
         logprobs: bool = True,
         lora_path: str | None = None,
         **options: Unpack[SamplingOptions],
-    ) -> list[dict[str, Any]]:
+    ) -> list[Json]:
         """Returns the engine's n answers unchanged. Raises GenerationFailed when there are not
         n.
         """
@@ -235,7 +236,7 @@ class RolloutClient(GeneratingClient):
         seed = options.get("sampling_seed")
         if seed is not None:
             sampling["sampling_seed"] = seed
-        body: dict[str, Any] = {
+        body: Json = {
             "input_ids": [input_ids] * n if repeated else input_ids,
             "sampling_params": sampling,
             "return_logprob": logprobs,
@@ -291,7 +292,7 @@ def read_completions(
     contents: list[_Body], version: int | None, *, n: int, truncated: bool, routed: bool
 ) -> list[Completion]:
     """Returns the completions in the answers to a request; `version` is of its LoRA adapter."""
-    # Until the last number of an answer is freed.
+    # The garbage collector pauses until the last number of an answer is freed.
     with without_collection():
         return [
             completion_from_answer(answer, version, truncated, routed=routed)
@@ -344,7 +345,7 @@ def _answers(body: bytes) -> list[_Answer] | _Answer:
         ) from None
 
 
-def _routed_experts(meta: dict[str, Any], completion: Completion) -> UInt8:
+def _routed_experts(meta: Json, completion: Completion) -> UInt8:
     """Reads the experts of a row from SGLang's answer: int32 [P + L - 1, layers, top_k] in base64.
 
     Raises GenerationFailed when they are missing or not as many for every token.
@@ -399,7 +400,7 @@ BASE_VERSION = "default"
 
 
 def completion_from_answer(
-    answer: dict[str, Any] | _Answer,
+    answer: Json | _Answer,
     adapter_version: int | None = None,
     truncated: bool = False,
     *,
@@ -502,7 +503,7 @@ def _problem(finish: str, token_ids: Int32, logprobs: Float32, *, matches: bool)
 
 
 def _version_spans(
-    meta: dict[str, Any], tokens: int, adapter_version: int | None
+    meta: Json, tokens: int, adapter_version: int | None
 ) -> list[tuple[int, int, int]]:
     """Returns which weights sampled which tokens, as (version, start, end)."""
     whole = {"start": 0, "end": tokens}

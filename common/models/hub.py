@@ -11,8 +11,9 @@ from concurrent.futures import wait
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
+from common import Json
 from common.errors import ConfigError
 from common.process.daemon_threads import in_daemon_thread
 
@@ -235,7 +236,7 @@ def _check_hub(name: str, field: str) -> None:
     raise _not_found(problem, field=field, name=name, remedy=remedy)
 
 
-def text_config(name: str, ask_hub: bool = False) -> dict[str, Any]:
+def text_config(name: str, ask_hub: bool = False) -> Json:
     """Returns the `config.json` of a model directory or of a model in the hub's cache; its
     `text_config` if it has one.
 

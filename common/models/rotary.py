@@ -5,8 +5,10 @@
 from collections.abc import Mapping
 from typing import Any
 
+from common import Json
 
-def rotations(parameters: Any) -> list[dict[str, Any]]:
+
+def rotations(parameters: Any) -> list[Json]:
     """Returns the rotary parameters of every kind of layer; `parameters` holds one set, or one for
     each kind.
     """

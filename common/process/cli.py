@@ -6,7 +6,7 @@ import re
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from common.errors import ConfigError, ServiceError, did_you_mean
 from common.process.logs import log_exit_reason
@@ -20,7 +20,9 @@ class CommandParser(argparse.ArgumentParser):
     them when empty.
     """
 
-    def __init__(self, prog: str, description: str, usage: str = "", epilog: str = "") -> None:
+    def __init__(
+        self, prog: str, description: str | None, usage: str = "", epilog: str = ""
+    ) -> None:
         super().__init__(
             prog=prog,
             usage=f"{prog} {usage}" if usage else None,
@@ -36,25 +38,33 @@ class CommandParser(argparse.ArgumentParser):
         # `Path("")` is the working directory.
         self.register("type", Path, _path)
 
+    def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> Any:
+        """Reads an argument by its type, which raises ConfigError for a text that is wrong."""
+        try:
+            return super()._get_values(action, arg_strings)
+        except ConfigError as error:
+            wrong = error
+        except argparse.ArgumentError:  # the text is no `int` or `float`
+            what = "number" if action.type is float else "whole number"
+            wrong = ConfigError(
+                f"this is not a {what}", value=" ".join(arg_strings), remedy=f"give a {what}"
+            )
+        *_, name = action.option_strings or [str(action.metavar or action.dest)]
+        return fail(ConfigError(wrong.message, field=name, value=wrong.value, remedy=wrong.remedy))
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if action.choices is not None and value not in action.choices:
+            remedy = did_you_mean(str(value), map(str, action.choices))
+            raise ConfigError("there is no such choice", value=value, remedy=remedy)
+
     def error(self, message: str) -> NoReturn:
-        """Exits with argparse's message in the usual error format."""
+        """Exits with argparse's message, which is all that it gives, in the usual error format."""
         options, _, problem = message.removeprefix("argument ").partition(": ")
         field = options.rpartition("/")[2]  # the last of `-o/--output`
         value: str | None = None
         remedy = f"{self.prog} --help explains every argument"
-        reason, colon, advice = problem.rpartition(": ")
 
-        if found := re.match(r"invalid choice: (.+) \(choose from (.+)\)", problem):
-            value = found[1].strip("'")
-            choices = [choice.strip("' ") for choice in found[2].split(",")]
-            problem = "there is no such choice"
-            remedy = did_you_mean(value, choices)
-        elif found := re.match(r"invalid (int|float|positive) value: (.+)", problem):
-            what = "number" if found[1] == "float" else "whole number"
-            problem = f"this is not a {what}"
-            value = found[2].strip("'")
-            remedy = f"give a {what}"
-        elif message.startswith("unrecognized arguments: "):
+        if message.startswith("unrecognized arguments: "):
             field, *rest = problem.split()
             option = field.partition("=")[0]
             near = did_you_mean(option, [], self._option_string_actions)
@@ -72,9 +82,6 @@ class CommandParser(argparse.ArgumentParser):
         elif problem == "expected one argument":
             problem = "it has no value"
             remedy = f"write {field} VALUE"
-        elif colon:
-            problem = reason
-            remedy = advice
 
         fail(ConfigError(problem, field=field, value=value, remedy=remedy))
 
@@ -89,21 +96,19 @@ def fail(error: Exception, status: int = 2) -> NoReturn:
 
 def _path(text: str) -> Path:
     if not text:
-        raise argparse.ArgumentTypeError("it is empty: name a path, or leave it out")
+        raise ConfigError("it is empty", remedy="name a path, or leave it out")
     return Path(text)
 
 
 def positive(text: str) -> int:
-    """Parses an integer above 0. Raises ArgumentTypeError."""
+    """Parses an integer above 0. Raises ConfigError."""
     if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is not a whole number above 0: give one, such as 8"
-        )
+        raise ConfigError(f"{text!r} is not a whole number above 0", remedy="give one, such as 8")
     return int(text)
 
 
 def count(text: str) -> int:
-    """Parses an integer of at least 0. Raises ArgumentTypeError."""
+    """Parses an integer of at least 0. Raises ConfigError."""
     return 0 if text == "0" else positive(text)
 
 

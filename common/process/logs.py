@@ -19,8 +19,8 @@ from contextlib import suppress
 from contextvars import ContextVar
 from datetime import datetime
 from pathlib import Path
-from typing import Any
 
+from common import Json
 from common.errors import ConfigError, ServiceError, shorten
 from common.process.security import SecretRedactor
 from common.process.topology import Topology
@@ -97,7 +97,7 @@ def sent_headers() -> dict[str, str]:
     return {REQUEST_HEADER: request_id() or new_request_id(), **run}
 
 
-def event(code: str, **fields: object) -> dict[str, Any]:
+def event(code: str, **fields: object) -> Json:
     """Returns the `extra` of a log line that programs know by its code and fields. A line with a
     ServiceError among its arguments has those of the error without this.
     """
@@ -164,7 +164,7 @@ class JsonFormatter(logging.Formatter):
         time_of_day = datetime.fromtimestamp(record.created).astimezone()
         if record.exc_info:
             context["exception"] = self.formatException(record.exc_info)
-        entry: dict[str, Any] = {
+        entry: Json = {
             "time": time_of_day.isoformat(timespec="milliseconds"),
             "level": record.levelname,
             "logger": record.name,

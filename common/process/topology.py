@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
+from common import Json
 from common.errors import ConfigError
 from common.process.security import tls
 
@@ -175,7 +176,7 @@ class Topology:
             ) from None
         return topology
 
-    def saved(self) -> dict[str, Any]:
+    def saved(self) -> Json:
         """Returns what `from_saved` reads, for a file: addresses, and nothing that is secret."""
         return {
             "group": self.group,

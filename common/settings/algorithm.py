@@ -14,9 +14,10 @@ from pydantic import (
     model_validator,
 )
 
+from common import Json
 from common.settings.section import InHelp, Section, among
 
-RECIPES: dict[str, dict[str, Any]] = {
+RECIPES: dict[str, Json] = {
     "grpo": {},
     "dr_grpo": {"advantage": "group_centred", "aggregation": "constant"},
     "dapo": {"clip_high": 0.28, "dynamic_sampling": True},
@@ -44,7 +45,7 @@ RECIPES: dict[str, dict[str, Any]] = {
 `AlgorithmSection`."""
 
 
-def preset(given: Mapping[str, Any]) -> dict[str, Any]:
+def preset(given: Mapping[str, Any]) -> Json:
     """Returns what the recipe of these settings sets, and what `kl_in` reward does."""
     name = given.get("name", "grpo")
     estimator = {"kl_estimator": "k1"} if given.get("kl_in") == "reward" else {}

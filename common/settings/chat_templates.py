@@ -3,6 +3,7 @@
 import re
 from typing import Any
 
+from common.errors import Refused
 from common.settings.prompt_templates import read_file
 
 OWN = "own"
@@ -25,7 +26,7 @@ def read_chat_template(given: str) -> str:
     """Returns the Jinja text of a chat template given as a file or as text; an empty text and `own`
     stay as they are.
 
-    Raises ValueError when it is neither, is not valid Jinja, or does not use the messages.
+    Raises Refused when it is neither, is not valid Jinja, or does not use the messages.
     """
     if given in ("", OWN):
         return given
@@ -37,14 +38,15 @@ def read_chat_template(given: str) -> str:
             f"name a file with a chat template, write the template itself, or {OWN}",
         )
     if "messages" not in variables(text):
-        raise ValueError(
-            "the chat template never uses the variable `messages`: write a Jinja template that does"
+        raise Refused(
+            "the chat template never uses the variable `messages`",
+            "write a Jinja template that does",
         )
     return text
 
 
 def variables(template: str) -> set[str]:
-    """Returns the variables that a chat template reads. Raises ValueError when it is not valid
+    """Returns the variables that a chat template reads. Raises Refused when it is not valid
     Jinja.
     """
     from jinja2 import Environment, TemplateSyntaxError, meta  # not needed by most runs
@@ -53,9 +55,9 @@ def variables(template: str) -> set[str]:
     try:
         return meta.find_undeclared_variables(environment.parse(_GENERATION.sub("", template)))
     except TemplateSyntaxError as error:
-        raise ValueError(
-            f"the chat template is not valid Jinja, line {error.lineno} ({error.message}): "
-            "correct it"
+        raise Refused(
+            f"the chat template is not valid Jinja, line {error.lineno} ({error.message})",
+            "correct it",
         ) from None
 
 
@@ -63,21 +65,21 @@ def read_template_variables(given: Any) -> Any:
     """Converts `true`, `false` and numbers given as text, as on a command line, because Jinja
     treats any text as true.
 
-    Raises ValueError for a name that cannot be a variable of a template, and for a value of another
+    Raises Refused for a name that cannot be a variable of a template, and for a value of another
     type.
     """
     if not isinstance(given, dict):
         return given
     for name, value in given.items():
         if not isinstance(name, str) or not name.isidentifier() or name in _TAKEN:
-            raise ValueError(
-                f"chat_template_kwargs has {name}, which cannot be a variable of a template: "
-                "leave it out"
+            raise Refused(
+                f"chat_template_kwargs has {name}, which cannot be a variable of a template",
+                "leave it out",
             )
         if not isinstance(value, bool | int | float | str):
-            raise ValueError(
-                f"{name} is {value!r:.40}: give true, false, a number or text, or set it in the "
-                "template"
+            raise Refused(
+                f"{name} is {value!r:.40}",
+                "give true, false, a number or text, or set it in the template",
             )
     return {
         name: _typed(value) if isinstance(value, str) else value for name, value in given.items()

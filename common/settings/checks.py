@@ -4,21 +4,11 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from functools import reduce
 
+from common.errors import Refused
 from common.settings.algorithm import LOSSES, TURN_ADVANTAGES, AlgorithmSection, preset
-from common.settings.lr_schedules import wrong_arguments
+from common.settings.lr_schedules import Conflict, wrong_arguments
 from common.settings.rewards import JudgeReward, ModelReward, OwnReward
-from common.settings.section import Section
-from common.settings.sections import (
-    DATA_PARALLEL,
-    MAX_KEPT,
-    CriticSection,
-    EnvironmentSection,
-    EvaluationSection,
-    LoraSection,
-    RuntimeSection,
-    TeacherSection,
-    TrackersSection,
-)
+from common.settings.sections import MAX_KEPT
 from common.settings.settings import Settings
 
 # Settings that apply to single completions and not to episodes.
@@ -52,8 +42,7 @@ _OWN_KERNELS = re.compile(
 _SEVERAL_NODES = frozenset({"--nnodes", "--node-rank", "--dist-init-addr", "--nccl-init-addr"})
 # SGLang arguments that do not go with `trainer.weight_sync distributed`, by the reason.
 _NOT_WITH_BROADCASTS = {
-    "the ranks of an engine must be its rollout.tensor_parallel_size: set that instead, or set "
-    "trainer.weight_sync http": (
+    "the ranks of an engine must be those of rollout.tensor_parallel_size": (
         "--tp",
         "--tp-size",
         "--tensor-parallel-size",
@@ -62,7 +51,7 @@ _NOT_WITH_BROADCASTS = {
         "--pipeline-parallel-size",
     ),
     "the trainer compares every rank's share of the weights, and does not know those that this "
-    "makes: leave it out, or set trainer.weight_sync http": (
+    "makes": (
         "--moe-dp-size",
         "--moe-data-parallel-size",
         "--dwdp-size",
@@ -74,8 +63,7 @@ _NOT_WITH_BROADCASTS = {
         "--attention-context-parallel-size",
         "--moe-dense-tp-size",
     ),
-    "the engine must hold the numbers that it is sent, and a quantised engine does not: leave it "
-    "out, or set trainer.weight_sync http": (
+    "the engine must hold the numbers that it is sent, and a quantised engine does not": (
         "--quantization",
         "--modelopt-quant",
         "--quantize-and-serve",
@@ -97,25 +85,30 @@ _ADAPTED = {
     *("q_a_proj", "kv_a_proj_with_mqa", "q_b_proj", "kv_b_proj"),
     *("in_proj", "in_proj_qkvz", "lm_head"),
 }
-_NAME = re.compile(r"\{([a-z_.]+)\}")
+_NAME = re.compile(r"\{([a-z_.]+)(!?)\}")
+"""A setting in the text of a conflict: `{name}` stands for its name and value, `{name!}` for the
+name alone."""
 
 
 def check(config: Settings) -> None:
-    """Raises ValueError for settings that contradict one another, or that another setting makes
-    pointless.
-
-    The message names the settings, their values and the remedy.
+    """Raises Refused for settings that contradict one another, or that another setting makes
+    pointless. The message names the settings and their values.
     """
 
-    def shown(name: re.Match[str]) -> str:
-        value = reduce(getattr, name[1].split("."), config)
-        return f"{name[1]} {value:g}" if isinstance(value, float) else f"{name[1]} {value}"
+    def shown(match: re.Match[str]) -> str:
+        setting, is_alone = match.groups()
+        value = reduce(getattr, setting.split("."), config)
+        if is_alone:
+            return setting
+        return f"{setting} {value:g}" if isinstance(value, float) else f"{setting} {value}"
 
     def filled(text: str) -> str:
         return _NAME.sub(shown, text)
 
-    for message in _conflicts(config):
-        raise ValueError(filled(message))
+    for is_conflict, reason, remedy in _conflicts(config):
+        if is_conflict:
+            setting = _NAME.findall(reason)[0][0]
+            raise Refused(filled(reason), filled(remedy), setting)
     # What a recipe sets is no mistake of the user's.
     presets = {"algorithm": preset(config.algorithm.model_dump())}
     for is_pointless, names, reason in _unread(config):
@@ -124,75 +117,90 @@ def check(config: Settings) -> None:
             holder = getattr(config, section)
             default = type(holder).model_fields[field].default
             if getattr(holder, field) != presets.get(section, {}).get(field, default):
-                raise ValueError(
-                    f"{name} is set but not read, since {filled(reason)}: leave it out"
+                raise Refused(
+                    f"{name} is set but not read, since {filled(reason)}", "leave it out", name
                 )
 
 
-def _conflicts(config: Settings) -> Iterator[str]:
-    """Yields a message for each conflict, in which `{name}` stands for a setting and its value."""
+def _conflicts(config: Settings) -> Iterator[Conflict]:
+    """Yields whether settings contradict one another, the reason, and the remedy. The first setting
+    that a reason has in braces (`_NAME`) is the one that the error is about.
+    """
     sampling = config.sampling
     algorithm = config.algorithm
     embedded = config.rollout.engine == "embedded"
     room = config.rollout.max_context_tokens
-    if embedded and sampling.max_new_tokens >= room:
-        yield (
-            "{sampling.max_new_tokens} leaves no room for a prompt in "
-            "{rollout.max_context_tokens}: lower sampling.max_new_tokens or raise "
-            "rollout.max_context_tokens"
-        )
+    trainer = config.trainer
+    completions = trainer.batch_size * sampling.group_size
+    in_flight = (trainer.max_staleness + 1) * completions
+    truncated = next(iter(sampling.truncation()), "")
+    yield from [
+        (
+            embedded and sampling.max_new_tokens >= room,
+            "{sampling.max_new_tokens} leaves no room for a prompt in {rollout.max_context_tokens}",
+            "lower sampling.max_new_tokens or raise rollout.max_context_tokens",
+        ),
+        (
+            algorithm.overlong_buffer >= sampling.max_new_tokens,
+            "{algorithm.overlong_buffer} is not below {sampling.max_new_tokens}",
+            "lower algorithm.overlong_buffer",
+        ),
+        (
+            sampling.group_size == 1 and algorithm.advantage not in ("gae", "none"),
+            "{algorithm.advantage} compares the completions of a group, but sampling.group_size "
+            "is 1",
+            "raise sampling.group_size, or use a critic (algorithm.name ppo)",
+        ),
+        (
+            algorithm.advantage == "none" and not config.teacher.url,
+            "{algorithm.advantage} learns only from a teacher, and teacher.url is empty",
+            "set teacher.url, or use another algorithm.advantage",
+        ),
+        (
+            algorithm.kl_coef and algorithm.kl_in == "reward" and algorithm.kl_estimator != "k1",
+            "{algorithm.kl_estimator} with {algorithm.kl_in}, where only k1, the log ratio, "
+            "has the gradient of the KL divergence, and the others can push the policy away from "
+            "the reference",
+            "use k1, or algorithm.kl_in loss",
+        ),
+        (
+            algorithm.kl_coef and algorithm.kl_in == "loss" and algorithm.kl_estimator == "k1",
+            "{algorithm.kl_estimator} with {algorithm.kl_in} has an expected gradient of 0",
+            "use k2 (the gradient of KL(policy ‖ reference)) or k3 (of KL(reference ‖ policy)), "
+            "or algorithm.kl_in reward",
+        ),
+        (
+            config.teacher.url and truncated,
+            f"{{sampling.{truncated}!}} removes tokens from the policy's distribution, so that its "
+            "log-probabilities cannot be compared with the teacher's",
+            "leave it out, or leave teacher.url empty",
+        ),
+        (
+            algorithm.mini_batches > completions,
+            f"{{algorithm.mini_batches}} is more than the {completions} completions of a batch",
+            "lower it",
+        ),
+        (
+            trainer.audit and not trainer.keep_groups_mb,
+            "{trainer.audit} needs the groups of every step, and {trainer.keep_groups_mb} "
+            "keeps none",
+            "raise it, or leave trainer.audit out",
+        ),
+        (
+            in_flight > config.replay.capacity,
+            f"({{trainer.max_staleness!}} + 1) × trainer.batch_size × sampling.group_size = "
+            f"{in_flight} "
+            "completions do not fit in {replay.capacity}",
+            "raise replay.capacity or lower one of the three others",
+        ),
+    ]
     yield from wrong_arguments(
         config.optimizer.lr_schedule,
         config.optimizer.lr_schedule_args,
         learning_rate=config.optimizer.learning_rate,
     )
-    if algorithm.overlong_buffer >= sampling.max_new_tokens:
-        yield (
-            "{algorithm.overlong_buffer} is not below {sampling.max_new_tokens}: lower "
-            "algorithm.overlong_buffer"
-        )
-    if sampling.group_size == 1 and algorithm.advantage not in ("gae", "none"):
-        yield (
-            "{algorithm.advantage} compares the completions of a group, but sampling.group_size is "
-            "1: raise sampling.group_size, or use a critic (algorithm.name ppo)"
-        )
-    if algorithm.advantage == "none" and not config.teacher.url:
-        yield (
-            "{algorithm.advantage} learns only from a teacher, and teacher.url is empty: set "
-            "teacher.url, or use another algorithm.advantage"
-        )
     if algorithm.advantage == "reward_normalised":
         yield from _gdpo(config)
-    if algorithm.kl_coef and algorithm.kl_in == "reward" and algorithm.kl_estimator != "k1":
-        yield (
-            "{algorithm.kl_estimator} with {algorithm.kl_in}, where only k1, the log ratio, has "
-            "the gradient of the KL divergence, and the others can push the policy away from the "
-            "reference: use k1, or algorithm.kl_in loss"
-        )
-    if algorithm.kl_coef and algorithm.kl_in == "loss" and algorithm.kl_estimator == "k1":
-        yield (
-            "{algorithm.kl_estimator} with {algorithm.kl_in} has an expected gradient of 0: use k2 "
-            "(the gradient of KL(policy ‖ reference)) or k3 (of KL(reference ‖ policy)), or "
-            "algorithm.kl_in reward"
-        )
-    if config.teacher.url and sampling.truncation():
-        yield (
-            f"sampling.{next(iter(sampling.truncation()))} removes tokens from the policy's "
-            "distribution, so that its log-probabilities cannot be compared with the teacher's: "
-            "leave it out, or leave teacher.url empty"
-        )
-    trainer = config.trainer
-    completions = trainer.batch_size * sampling.group_size
-    if algorithm.mini_batches > completions:
-        yield (
-            f"{{algorithm.mini_batches}} is more than the {completions} completions of a batch: "
-            "lower it"
-        )
-    if trainer.audit and not trainer.keep_groups_mb:
-        yield (
-            "{trainer.audit} needs the groups of every step, and {trainer.keep_groups_mb} keeps "
-            "none: raise it, or leave trainer.audit out"
-        )
     if not embedded:
         yield from _engine_args(config)
     if config.rollout.nodes_per_engine > 1:
@@ -205,284 +213,325 @@ def _conflicts(config: Settings) -> Iterator[str]:
         yield from _environment(config)
     if config.reproducible:
         yield from _reproducible(config)
-    in_flight = (trainer.max_staleness + 1) * completions
-    if in_flight > config.replay.capacity:
-        yield (
-            "(trainer.max_staleness + 1) × trainer.batch_size × sampling.group_size = "
-            f"{in_flight} completions do not fit in {{replay.capacity}}: raise replay.capacity or "
-            "lower one of the three others"
-        )
 
 
-def _engine_args(config: Settings) -> Iterator[str]:
+def _engine_args(config: Settings) -> Iterator[Conflict]:
     """Refuses arguments of SGLang with which weights would not arrive, or could not be compared."""
     rollout = config.rollout
     given = {word.partition("=")[0] for word in rollout.engine_args}
     for word in sorted(given & _SEVERAL_NODES):
         yield (
-            f"rollout.engine_args has {word}, which every node of an engine gets with a value of "
-            "its own: leave it out, and set rollout.nodes_per_engine"
+            True,
+            f"{{rollout.engine_args!}} has {word}, which every node of an engine gets with a value "
+            "of its own",
+            "leave it out, and set rollout.nodes_per_engine",
         )
     distributed = config.trainer.weight_sync == "distributed"
-    if distributed and rollout.copies_per_engine > 1:
-        word = next(word for word in given if word in DATA_PARALLEL)
-        yield (
-            f"rollout.engine_args has {word}, but with {{trainer.weight_sync}} an engine that has "
-            "several copies of the model takes no weights: leave it out, since the router already "
-            "shares requests among engines, add --enable-dp-attention, or set trainer.weight_sync "
-            "http"
-        )
+    yield (
+        distributed and rollout.copies_per_engine > 1,
+        f"{{rollout.engine_args!}} makes {rollout.copies_per_engine} copies of the model in one "
+        "engine, but with {trainer.weight_sync} such an engine takes no weights",
+        "leave it out, since the router already shares requests among engines, add "
+        "--enable-dp-attention, or set trainer.weight_sync http",
+    )
     for name, groups in (
         ("--ep-size", rollout.expert_groups),
         ("--dp-size", rollout.attention_groups),
     ):
-        if distributed and rollout.tensor_parallel_size % groups:
-            yield (
-                f"rollout.engine_args has {name} {groups}, which does not divide "
-                "{rollout.tensor_parallel_size}: set rollout.tensor_parallel_size to a multiple of "
-                "it"
-            )
-    rearranging = _OWN_KERNELS.search(" ".join(rollout.engine_args))
-    if distributed and rearranging:
         yield (
-            f"rollout.engine_args has --moe-runner-backend {rearranging[1]}, whose kernels arrange "
+            distributed and rollout.tensor_parallel_size % groups,
+            f"{{rollout.engine_args!}} has {name} {groups}, which does not divide "
+            "{rollout.tensor_parallel_size}",
+            "set rollout.tensor_parallel_size to a multiple of it",
+        )
+    for kernels in _OWN_KERNELS.findall(" ".join(rollout.engine_args)):
+        yield (
+            distributed,
+            f"{{rollout.engine_args!}} has --moe-runner-backend {kernels}, whose kernels arrange "
             "the experts in another way than they are sent, but with {trainer.weight_sync} the "
-            "trainer compares their checksums: leave it out, name triton, or set "
-            "trainer.weight_sync http"
+            "trainer compares their checksums",
+            "leave it out, name triton, or set trainer.weight_sync http",
+        )
+        yield (
+            config.trainer.routing_replay,
+            "{trainer.routing_replay} requires that SGLang reports the experts of every token, and "
+            f"its kernels {kernels} do not record them",
+            "leave --moe-runner-backend out of {rollout.engine_args}, or name triton",
         )
     if distributed:
         for reason, refused in _NOT_WITH_BROADCASTS.items():
             for word in sorted(given.intersection(refused)):
-                yield (f"rollout.engine_args has {word}, but with {{trainer.weight_sync}} {reason}")
+                yield (
+                    True,
+                    f"{{rollout.engine_args!}} has {word}, but with {{trainer.weight_sync}} "
+                    f"{reason}",
+                    "leave it out, or set trainer.weight_sync http",
+                )
 
 
-def _several_nodes(config: Settings) -> Iterator[str]:
+def _several_nodes(config: Settings) -> Iterator[Conflict]:
     """Refuses what does not go with an engine that is larger than a node."""
     rollout = config.rollout
-    if rollout.engine == "embedded":
-        yield (
+    yield from [
+        (
+            rollout.engine == "embedded",
             "{rollout.nodes_per_engine} needs an engine of several processes, and "
-            "rollout.engine embedded is one: set rollout.engine sglang, or leave "
-            "rollout.nodes_per_engine out"
-        )
-        return
-    if rollout.gpus_per_engine % rollout.nodes_per_engine:
-        yield (
+            "rollout.engine embedded is one",
+            "set rollout.engine sglang, or leave rollout.nodes_per_engine out",
+        ),
+        (
+            rollout.gpus_per_engine % rollout.nodes_per_engine,
             f"the {rollout.gpus_per_engine} processes of an engine cannot be divided among "
-            "{rollout.nodes_per_engine}: set rollout.tensor_parallel_size to a multiple of it"
-        )
-    if rollout.colocate:
-        yield (
+            "{rollout.nodes_per_engine}",
+            "set rollout.tensor_parallel_size to a multiple of it",
+        ),
+        (
+            rollout.colocate,
             "{rollout.nodes_per_engine} spreads an engine over nodes, but with rollout.colocate "
-            "trainer and engine share the GPUs of one: set rollout.colocate to false"
-        )
-    if rollout.copies_per_engine > 1:
-        yield (
-            f"rollout.engine_args makes {rollout.copies_per_engine} copies of the model in one "
-            "engine, which SGLang cannot spread over {rollout.nodes_per_engine}: leave it out, "
-            "since the router already shares requests among engines, or add --enable-dp-attention"
-        )
+            "trainer and engine share the GPUs of one",
+            "set rollout.colocate to false",
+        ),
+        (
+            rollout.copies_per_engine > 1,
+            f"{{rollout.engine_args!}} makes {rollout.copies_per_engine} copies of the model in "
+            "one engine, which SGLang cannot spread over {rollout.nodes_per_engine}",
+            "leave it out, since the router already shares requests among engines, or add "
+            "--enable-dp-attention",
+        ),
+    ]
 
 
-def _gdpo(config: Settings) -> Iterator[str]:
+def _gdpo(config: Settings) -> Iterator[Conflict]:
     """Refuses settings that change only the sum of the rewards, when each reward is normalised
     separately.
     """
-    if config.reward.require_stop:
-        yield (
-            "reward.require_stop changes only the sum of the rewards, and {algorithm.advantage} "
-            "normalises each reward separately: set reward.require_stop to false and "
-            "algorithm.mask_truncated to true"
-        )
-    if config.algorithm.kl_coef and config.algorithm.kl_in == "reward":
-        yield (
+    yield from [
+        (
+            config.reward.require_stop,
+            "{reward.require_stop!} changes only the sum of the rewards, and {algorithm.advantage} "
+            "normalises each reward separately",
+            "set reward.require_stop to false and algorithm.mask_truncated to true",
+        ),
+        (
+            config.algorithm.kl_coef and config.algorithm.kl_in == "reward",
             "{algorithm.kl_in} changes only the sum of the rewards, and {algorithm.advantage} "
-            "normalises each reward separately: set algorithm.kl_in loss"
-        )
+            "normalises each reward separately",
+            "set algorithm.kl_in loss",
+        ),
+    ]
     for entry in config.reward.functions:
         if isinstance(entry, OwnReward) and entry.weight != 1:
             yield (
-                f"reward.functions weights {entry.name}, whose scores have the function's own name "
-                "rather than its import path, and {algorithm.advantage} weights scores by name: "
-                "remove this weight, which is then 1"
+                True,
+                f"{{reward.functions!}} weights {entry.name}, whose scores have the function's own "
+                "name rather than its import path, and {algorithm.advantage} weights scores by name"
+                "",
+                "remove this weight, which is then 1",
             )
 
 
-def _sampling(config: Settings) -> Iterator[str]:
+def _sampling(config: Settings) -> Iterator[Conflict]:
     sampling = config.sampling
     evaluation = config.evaluation
     rollout = config.rollout
-    is_routed = rollout.engine == "sglang" and rollout.router == "sglang-router"
     truncated = next(iter(sampling.truncation()), "")
-    if sampling.min_new_tokens > sampling.max_new_tokens:
-        yield "{sampling.min_new_tokens} is above {sampling.max_new_tokens}: lower it"
     longest = evaluation.max_new_tokens or 0
-    if rollout.engine == "embedded" and longest >= rollout.max_context_tokens:
-        yield (
-            "{evaluation.max_new_tokens} leaves no room for a prompt in "
-            "{rollout.max_context_tokens}: lower evaluation.max_new_tokens or raise "
-            "rollout.max_context_tokens"
-        )
-    if evaluation.n > 1 and evaluation.temperature == 0:
-        yield (
-            "{evaluation.n} is of no use, since greedy answers are all the same: set "
-            "evaluation.temperature"
-        )
-    if (sampling.top_k or 0) > MAX_KEPT:
-        yield (
-            f"{{sampling.top_k}} is above {MAX_KEPT}, the largest number of candidates that "
-            "training can record for a sampled token: lower it, or leave it unset and set "
-            "evaluation.top_k"
-        )
-    if truncated and is_routed:
-        yield (
-            f"sampling.{truncated} requires that SGLang reports the candidates of every token, and "
-            "{rollout.router} removes that field from requests: leave rollout.router out, or "
-            f"set it only for evaluations (evaluation.{truncated})"
-        )
     replays = config.trainer.routing_replay
-    if replays and is_routed:
-        yield (
-            "{trainer.routing_replay} requires that SGLang reports the experts of every token, and "
-            "{rollout.router} removes that field from requests: leave rollout.router or "
-            "trainer.routing_replay out"
-        )
-    unrecorded = _OWN_KERNELS.search(" ".join(rollout.engine_args))
-    if replays and unrecorded:
-        yield (
-            "{trainer.routing_replay} requires that SGLang reports the experts of every token, and "
-            f"its kernels {unrecorded[1]} do not record them: leave --moe-runner-backend out of "
-            "{rollout.engine_args}, or name triton"
-        )
+    # It removes the fields of a request that it does not know.
+    drops_fields = rollout.engine == "sglang" and rollout.router == "sglang-router"
+    yield from [
+        (
+            sampling.min_new_tokens > sampling.max_new_tokens,
+            "{sampling.min_new_tokens} is above {sampling.max_new_tokens}",
+            "lower it",
+        ),
+        (
+            rollout.engine == "embedded" and longest >= rollout.max_context_tokens,
+            "{evaluation.max_new_tokens} leaves no room for a prompt in "
+            "{rollout.max_context_tokens}",
+            "lower evaluation.max_new_tokens or raise rollout.max_context_tokens",
+        ),
+        (
+            evaluation.n > 1 and evaluation.temperature == 0,
+            "{evaluation.n} is of no use, since greedy answers are all the same",
+            "set evaluation.temperature",
+        ),
+        (
+            (sampling.top_k or 0) > MAX_KEPT,
+            f"{{sampling.top_k}} is above {MAX_KEPT}, the largest number of candidates that "
+            "training can record for a sampled token",
+            "lower it, or leave it unset and set evaluation.top_k",
+        ),
+        (
+            truncated and drops_fields,
+            f"{{sampling.{truncated}!}} requires that SGLang reports the candidates of every "
+            "token, and {rollout.router} removes that field from requests",
+            f"leave rollout.router out, or set it only for evaluations (evaluation.{truncated})",
+        ),
+        (
+            replays and drops_fields,
+            "{trainer.routing_replay} requires that SGLang reports the experts of every token, "
+            "and {rollout.router} removes that field from requests",
+            "leave rollout.router or trainer.routing_replay out",
+        ),
+    ]
 
 
-def _colocate(config: Settings) -> Iterator[str]:
-    if config.trainer.max_staleness:
-        yield (
+def _colocate(config: Settings) -> Iterator[Conflict]:
+    yield from [
+        (
+            config.trainer.max_staleness,
             "{trainer.max_staleness} lets the engines generate during the update, but with "
-            "rollout.colocate they take turns on the same GPUs: set trainer.max_staleness to 0, or "
-            "rollout.colocate to false"
-        )
-    if config.trainer.weight_sync == "distributed":
-        yield (
-            "{trainer.weight_sync} needs the GPUs of the trainer and of the engines at once, but "
-            "with rollout.colocate they take turns on the same GPUs: set trainer.weight_sync to "
-            "http or shared"
-        )
-    if config.rollout.engine == "sglang" and config.rollout.device == "cpu":
-        yield (
+            "rollout.colocate they take turns on the same GPUs",
+            "set trainer.max_staleness to 0, or rollout.colocate to false",
+        ),
+        (
+            config.trainer.weight_sync == "distributed",
+            "{trainer.weight_sync} needs the GPUs of the trainer and of the engines at once, "
+            "but with rollout.colocate they take turns on the same GPUs",
+            "set trainer.weight_sync to http or shared",
+        ),
+        (
+            config.rollout.engine == "sglang" and config.rollout.device == "cpu",
             "{rollout.device} leaves no GPU to share, and SGLang can release only the memory of "
-            "GPUs: set rollout.colocate to false, or rollout.engine embedded"
-        )
+            "GPUs",
+            "set rollout.colocate to false, or rollout.engine embedded",
+        ),
+    ]
 
 
-def _environment(config: Settings) -> Iterator[str]:
+def _environment(config: Settings) -> Iterator[Conflict]:
     """Refuses settings that apply only to single completions."""
     environment = config.environment
     advantage = config.algorithm.advantage
-    if config.algorithm.needs_critic:
-        yield (
+    min_episodes = environment.min_episodes
+    yield from [
+        (
+            config.algorithm.needs_critic,
             "{algorithm.advantage} needs a critic, which values single completions, and "
-            "environment.name makes episodes: use another algorithm, such as grpo"
-        )
-    if environment.tool_timeout_s is not None and environment.name.startswith("agent:"):
-        yield (
+            "environment.name makes episodes",
+            "use another algorithm, such as grpo",
+        ),
+        (
+            environment.tool_timeout_s is not None and environment.kind == "agent",
             "{environment.tool_timeout_s} cannot end the tools of a program, which "
-            "environment.name starts: leave it out, and end them in the program"
-        )
-    if (environment.min_episodes or 0) > config.sampling.group_size:
-        yield (
+            "environment.name starts",
+            "leave it out, and end them in the program",
+        ),
+        (
+            min_episodes is not None and min_episodes > config.sampling.group_size,
             "{environment.min_episodes} is more than {sampling.group_size}, the episodes of a "
-            "group: lower environment.min_episodes"
-        )
-    if environment.turn_discount is not None and advantage not in TURN_ADVANTAGES:
-        yield (
-            "{algorithm.advantage} does not compare single turns: leave environment.turn_discount "
-            f"out, or use one of {', '.join(TURN_ADVANTAGES)}"
-        )
+            "group",
+            "lower environment.min_episodes",
+        ),
+        (
+            environment.turn_discount is not None and advantage not in TURN_ADVANTAGES,
+            "{algorithm.advantage} does not compare single turns",
+            f"leave environment.turn_discount out, or use one of {', '.join(TURN_ADVANTAGES)}",
+        ),
+    ]
     needs_single = [
         *(name for name in _SINGLE if reduce(getattr, name.split("."), config)),
         *(["algorithm.advantage"] if advantage == "reward_normalised" else []),
     ]
     for name in needs_single:
         yield (
-            f"{{{name}}} needs single completions, but environment.name makes episodes: leave it "
-            "out"
+            True,
+            f"{{{name}}} needs single completions, but environment.name makes episodes",
+            "leave it out",
         )
 
 
-def _reproducible(config: Settings) -> Iterator[str]:
+def _reproducible(config: Settings) -> Iterator[Conflict]:
     """Refuses settings with which two runs differ."""
-    if config.rollout.engine == "sglang" and config.rollout.device == "cpu":
-        yield (
+    yield from [
+        (
+            config.rollout.engine == "sglang" and config.rollout.device == "cpu",
             "reproducible needs an attention backend that is deterministic, and SGLang has none "
-            "for {rollout.device}: set rollout.engine embedded, or reproducible false"
-        )
-    if config.trainer.routing_replay:
-        yield (
+            "for {rollout.device}",
+            "set rollout.engine embedded, or reproducible false",
+        ),
+        (
+            config.trainer.routing_replay,
             "a reproducible engine does not record the experts that {trainer.routing_replay} "
-            "replays: leave one of the two out"
-        )
-    kind = config.environment.name.partition(":")[0]
-    if kind not in ("", "python"):
-        yield (
-            "reproducible cannot order the calls of a program, which {environment.name} starts: "
-            "use an environment class (python:package.module:Class), or set reproducible false"
-        )
-    if config.teacher.url:
-        yield (
-            "reproducible cannot say how {teacher.url}, another server, rounds its scores: leave "
-            "teacher.url empty, or set reproducible false"
-        )
+            "replays",
+            "leave one of the two out",
+        ),
+        (
+            config.environment.kind not in ("", "python"),
+            "reproducible cannot order the calls of a program, which {environment.name} starts",
+            "use an environment class (python:package.module:Class), or set reproducible false",
+        ),
+        (
+            config.teacher.url,
+            "reproducible cannot say how {teacher.url}, another server, rounds its scores",
+            "leave teacher.url empty, or set reproducible false",
+        ),
+    ]
     for entry in config.reward.functions:
         if isinstance(entry, ModelReward | JudgeReward):
             yield (
-                f"reproducible needs rewards that depend on nothing but the answer, and "
-                f"reward.functions has {entry.name}, whose scores vary with the answers that are "
-                "graded beside it: leave it out, or set reproducible false"
+                True,
+                "reproducible needs rewards that depend on nothing but the answer, and "
+                f"{{reward.functions!}} has {entry.name}, whose scores vary with the answers that "
+                "are graded beside it",
+                "leave it out, or set reproducible false",
             )
     if config.trainer.max_staleness == 0:
         return
-    if config.trainer.when_stale != "wait":
-        yield (
+    yield from [
+        (
+            config.trainer.when_stale != "wait",
             "{trainer.when_stale} trains on the groups that are ready first, and with "
-            "reproducible the order must not depend on time: set trainer.when_stale wait"
-        )
-    if config.algorithm.dynamic_sampling:
-        yield (
-            "{algorithm.dynamic_sampling} draws other prompts while weights are on their way, and "
-            "with reproducible their version must not depend on time: set trainer.max_staleness 0"
-        )
-    if config.replay.reuse_ratio:
-        yield (
+            "reproducible the order must not depend on time",
+            "set trainer.when_stale wait",
+        ),
+        (
+            config.algorithm.dynamic_sampling,
+            "{algorithm.dynamic_sampling} draws other prompts while weights are on their way, "
+            "and with reproducible their version must not depend on time",
+            "set trainer.max_staleness 0",
+        ),
+        (
+            config.replay.reuse_ratio,
             "{replay.reuse_ratio} draws from a buffer that is filled meanwhile, and with "
-            "reproducible the draw must not depend on time: set trainer.max_staleness 0"
-        )
-    if config.data.curriculum != "none":
-        yield (
+            "reproducible the draw must not depend on time",
+            "set trainer.max_staleness 0",
+        ),
+        (
+            config.data.curriculum != "none",
             "{data.curriculum} draws prompts while pass rates are on their way, and with "
-            "reproducible the choice must not depend on time: set trainer.max_staleness 0"
-        )
+            "reproducible the choice must not depend on time",
+            "set trainer.max_staleness 0",
+        ),
+    ]
 
 
-def _lora(config: Settings) -> Iterator[str]:
+def _lora(config: Settings) -> Iterator[Conflict]:
     """Refuses settings that contradict LoRA."""
     if config.lora.rank and config.algorithm.reference_refresh:
         yield (
+            True,
             "{algorithm.reference_refresh} with lora.rank, where the reference is the frozen "
-            "model, which never changes: leave it at 0"
+            "model, which never changes",
+            "leave it at 0",
         )
     if not config.lora.publishes_adapter:
         return
     if config.trainer.weight_sync == "distributed":
         yield (
-            "{trainer.weight_sync} broadcasts a whole model, and {lora.publish} is not one: set "
-            "lora.publish merged, or trainer.weight_sync http (or shared), which sends the "
-            "adapter's two small files"
+            True,
+            "{trainer.weight_sync} broadcasts a whole model, and {lora.publish} is not one",
+            "set lora.publish merged, or trainer.weight_sync http (or shared), which sends the "
+            "adapter's two small files",
         )
     problem = unloadable_adapter(config.lora.target_modules)
     if problem and config.rollout.engine == "sglang":
-        yield f"lora.target_modules {problem}: name other layers, or set lora.publish merged"
+        yield (
+            True,
+            f"{{lora.target_modules!}} {problem}",
+            "name other layers, or set lora.publish merged",
+        )
 
 
 def without_adapters(layers: Iterable[str]) -> list[str]:
@@ -504,9 +553,10 @@ def unloadable_adapter(layers: Iterable[str]) -> str:
     return f"has {', '.join(unknown)}, for which SGLang has no adapters" if unknown else ""
 
 
-def _all(section: type[Section], name: str, but: tuple[str, ...] = ()) -> list[str]:
+def _all(config: Settings, section: str, but: tuple[str, ...] = ()) -> list[str]:
     """Returns the names of a section's settings, except `but`."""
-    return [f"{name}.{field}" for field in section.model_fields if field not in but]
+    fields = type(getattr(config, section)).model_fields
+    return [f"{section}.{field}" for field in fields if field not in but]
 
 
 def _unread(config: Settings) -> list[tuple[bool, Sequence[str], str]]:
@@ -515,7 +565,6 @@ def _unread(config: Settings) -> list[tuple[bool, Sequence[str], str]]:
     """
     data = config.data
     of_columns = ("prompt_field", "answer_field", "messages_field", "columns", "task_field", "map")
-    kind = config.environment.name.partition(":")[0]
     makes_episodes = bool(config.environment.name)
     known_columns = "the columns of {data.source} are known"
     rows: list[tuple[bool, Sequence[str], str]] = [
@@ -534,7 +583,7 @@ def _unread(config: Settings) -> list[tuple[bool, Sequence[str], str]]:
         ),
         (
             not config.teacher.url,
-            _all(TeacherSection, "teacher", ("url",)),
+            _all(config, "teacher", ("url",)),
             "teacher.url is empty",
         ),
         (
@@ -544,7 +593,7 @@ def _unread(config: Settings) -> list[tuple[bool, Sequence[str], str]]:
         ),
         (
             not config.trackers.names,
-            _all(TrackersSection, "trackers", ("names",)),
+            _all(config, "trackers", ("names",)),
             "trackers.names is empty",
         ),
         (
@@ -555,17 +604,17 @@ def _unread(config: Settings) -> list[tuple[bool, Sequence[str], str]]:
         (
             not makes_episodes,
             # A port may be set once for all runs.
-            _all(EnvironmentSection, "environment", ("name", "port")),
+            _all(config, "environment", ("name", "port")),
             "environment.name is empty",
         ),
         (
-            kind not in ("agent", "harbor"),
-            _all(RuntimeSection, "runtime"),
+            config.environment.kind not in ("agent", "harbor"),
+            _all(config, "runtime"),
             "environment.name starts no agent:COMMAND or harbor:COMMAND",
         ),
         (
             not config.algorithm.needs_critic,
-            _all(CriticSection, "critic"),
+            _all(config, "critic"),
             "{algorithm.advantage} has no critic",
         ),
         (config.model.dtype == "float32", ("model.fp32_head",), "model.dtype is float32"),
@@ -581,10 +630,10 @@ def _unread(config: Settings) -> list[tuple[bool, Sequence[str], str]]:
         ),
         (
             config.evaluation.samples == 0,
-            _all(EvaluationSection, "evaluation", ("samples", "every", "pass_samples")),
+            _all(config, "evaluation", ("samples", "every", "pass_samples")),
             "evaluation.samples is 0",
         ),
-        (config.lora.rank == 0, _all(LoraSection, "lora"), "lora.rank is 0"),
+        (config.lora.rank == 0, _all(config, "lora"), "lora.rank is 0"),
         (
             config.lora.rank > 0 and not config.model.reference,
             ("parallel.offload_reference",),

@@ -8,7 +8,6 @@ its own sections; an unknown name is an error.
 
 import difflib
 import os
-import re
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from typing import Any
 from pydantic import BaseModel, ValidationError, model_validator
 from pydantic.fields import FieldInfo
 
+from common import Json
 from common.errors import ConfigError, shorten
 from common.process.cli import fail
 from common.process.topology import Topology, setting_status
@@ -158,7 +158,7 @@ def load(
     try:
         # All programs of a job group know its name, and so find one directory without being told.
         run_dir = f"runs/{Topology.from_env(env).group or 'local'}"
-        values: dict[str, Any] = {"trainer": {"run_dir": run_dir}}
+        values: Json = {"trainer": {"run_dir": run_dir}}
         for name, own in subset.defaults.items():
             put(values, tuple(name.split(".")), own)
 
@@ -178,7 +178,7 @@ def from_mapping(settings: Mapping[str, Any]) -> Config:
     """Builds the configuration from values by setting name, such as `trainer.batch_size`. Raises
     ConfigError.
     """
-    content: dict[str, Any] = {}
+    content: Json = {}
     for name, value in settings.items():
         put(content, tuple(name.split(".")), value)
     try:
@@ -221,16 +221,13 @@ def from_validation(error: ValidationError) -> ConfigError:
         name = place
     if first["type"] == "extra_forbidden":
         return unknown([*names(), *_reward_arguments()], name, name, first["input"])
-    message, remedy = explained(first)
-    # A whole section explains nothing and might hold a credential.
-    if isinstance(first["input"], dict | BaseModel):
-        words = (word.rstrip(".") for word in re.findall(r"[\w.]+", message))
-        named = (word for word in words if "." in word and word in names())
-        return ConfigError(message, field=next(named, name or "configuration"), remedy=remedy)
+    wrong = explained(first)
     # A name that is no text, such as a lone surrogate, has no place.
-    return ConfigError(
-        message, field=name or "configuration", value=shorten(first["input"]), remedy=remedy
-    )
+    field = wrong.setting or name or "configuration"
+    # A whole section explains nothing and might hold a credential.
+    is_section = isinstance(first["input"], dict | BaseModel)
+    value = None if is_section else shorten(first["input"])
+    return ConfigError(str(wrong), field=field, value=value, remedy=wrong.remedy)
 
 
 def _reward_arguments() -> Iterator[str]:

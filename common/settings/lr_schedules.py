@@ -28,39 +28,54 @@ _NUMBERS: dict[str, tuple[str, ...]] = {
     "inverse_sqrt": ("timescale",),
     "warmup_stable_decay": ("num_decay_steps", "num_stable_steps", "min_lr_ratio", "num_cycles"),
 }
+Conflict = tuple[object, str, str]
+"""Whether something is wrong with settings, what, and the remedy."""
 _SHAPES = ("linear", "cosine", "1-sqrt")
 
 
 def wrong_arguments(
     schedule: str, arguments: Mapping[str, Any], learning_rate: float
-) -> Iterator[str]:
-    """Yields what is wrong with the arguments of a schedule, each with its remedy."""
+) -> Iterator[Conflict]:
+    """Yields what may be wrong with the arguments of a schedule; `{name}` in a reason stands for a
+    setting (`common.settings.checks`).
+    """
     shapes = ("warmup_type", "decay_type") if schedule == "warmup_stable_decay" else ()
     known = (*_NUMBERS[schedule], *shapes)
     for name, value in arguments.items():
         if name not in known:
             remedy = did_you_mean(name, known) or "leave it out"
-            yield f"optimizer.lr_schedule_args has {name}, which {schedule} does not read: {remedy}"
+            yield (
+                True,
+                f"{{optimizer.lr_schedule_args!}} has {name}, which {schedule} does not read",
+                remedy,
+            )
         elif name in shapes:
-            if value not in _SHAPES:
-                listed = ", ".join(_SHAPES)
-                yield f"optimizer.lr_schedule_args has the {name} {value}: use one of {listed}"
+            yield (
+                value not in _SHAPES,
+                f"{{optimizer.lr_schedule_args!}} has the {name} {value}",
+                f"use one of {', '.join(_SHAPES)}",
+            )
         elif isinstance(value, bool) or not isinstance(value, int | float) or value < 0:
-            yield f"optimizer.lr_schedule_args has the {name} {value}: give a number of at least 0"
+            yield (
+                True,
+                f"{{optimizer.lr_schedule_args!}} has the {name} {value}",
+                "give a number of at least 0",
+            )
 
-    if "min_lr" in known and len({"min_lr", "min_lr_rate"} & arguments.keys()) != 1:
-        yield (
-            f"optimizer.lr_schedule {schedule} needs one lowest rate: give min_lr or min_lr_rate "
-            "in optimizer.lr_schedule_args"
-        )
-    if schedule == "warmup_stable_decay" and "num_decay_steps" not in arguments:
-        yield (
-            "optimizer.lr_schedule warmup_stable_decay needs the steps of its decay: give "
-            "num_decay_steps in optimizer.lr_schedule_args"
-        )
+    yield (
+        "min_lr" in known and len({"min_lr", "min_lr_rate"} & arguments.keys()) != 1,
+        "{optimizer.lr_schedule} needs one lowest rate",
+        "give min_lr or min_lr_rate in optimizer.lr_schedule_args",
+    )
+    yield (
+        schedule == "warmup_stable_decay" and "num_decay_steps" not in arguments,
+        "{optimizer.lr_schedule} needs the steps of its decay",
+        "give num_decay_steps in optimizer.lr_schedule_args",
+    )
     lowest = arguments.get("lr_end", 1e-7 if schedule == "polynomial" else 0.0)
-    if isinstance(lowest, int | float) and lowest >= learning_rate:
-        yield (
-            f"optimizer.lr_schedule_args has the lr_end {lowest:g}, which is not below "
-            f"optimizer.learning_rate {learning_rate:g}: lower it"
-        )
+    yield (
+        lowest >= learning_rate,
+        f"{{optimizer.lr_schedule_args!}} has the lr_end {lowest:g}, which is not below "
+        f"optimizer.learning_rate {learning_rate:g}",
+        "lower it",
+    )

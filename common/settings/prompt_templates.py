@@ -5,7 +5,7 @@ name, a file, or the text itself. `common.prompts.templates` fills them.
 import re
 from pathlib import Path
 
-from common.errors import did_you_mean
+from common.errors import Refused, did_you_mean
 
 QUESTION = "question"
 NAMED = {
@@ -44,7 +44,7 @@ PLACEHOLDER = re.compile(rf"\{{{_NAME}\}}|{_NAME}")
 
 
 def read_template(given: str) -> str:
-    """Returns the text of a template given by name, as a file or as text. Raises ValueError for
+    """Returns the text of a template given by name, as a file or as text. Raises Refused for
     anything else.
 
     The last line break of a file is dropped, because editors add it.
@@ -62,8 +62,8 @@ def read_template(given: str) -> str:
             f"write text with {{question}}, name a file, or {named}",
         ).removesuffix("\n")
     if QUESTION not in placeholders(text):
-        raise ValueError(
-            "the template has no {question}: write {question} where the problem belongs"
+        raise Refused(
+            "the template has no {question}", "write {question} where the problem belongs"
         )
     return text
 
@@ -74,9 +74,9 @@ def placeholders(template: str) -> list[str]:
 
 
 def read_file(given: str, problem: str, remedy: str) -> str:
-    """Returns the text of a file. Raises ValueError with `problem`, the reason and `remedy`."""
+    """Returns the text of a file. Raises Refused with `problem`, the reason and `remedy`."""
     try:
         return Path(given).read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-        raise ValueError(f"{problem} ({reason}): {remedy}") from None
+        raise Refused(f"{problem} ({reason})", remedy) from None

@@ -18,7 +18,8 @@ from pydantic import (
     model_validator,
 )
 
-from common.errors import did_you_mean
+from common import Json
+from common.errors import Refused, did_you_mean
 from common.settings.section import Section
 
 
@@ -34,7 +35,7 @@ class Reward(Section):
     task."""
 
     @model_serializer(mode="wrap")
-    def _as_written(self, handler: SerializerFunctionWrapHandler) -> str | dict[str, Any]:
+    def _as_written(self, handler: SerializerFunctionWrapHandler) -> str | Json:
         """Leaves out defaults, so that saved settings look as somebody would write them."""
         defaults = {name: field.default for name, field in type(self).model_fields.items()}
         content = handler(self)
@@ -85,8 +86,8 @@ class FormatReward(Reward):
     @model_validator(mode="after")
     def _has_patterns(self) -> "FormatReward":
         if not self.required and not self.forbidden:
-            raise ValueError(
-                "the reward function format has no pattern: give it `required` or `forbidden`"
+            raise Refused(
+                "the reward function format has no pattern", "give it `required` or `forbidden`"
             )
         return self
 
@@ -103,9 +104,10 @@ class LengthReward(Reward):
     @model_validator(mode="after")
     def _rises(self) -> "LengthReward":
         if self.soft_chars >= self.hard_chars:
-            raise ValueError(
+            raise Refused(
                 f"soft_chars {self.soft_chars} of the reward function length is not below "
-                f"hard_chars {self.hard_chars}: lower it"
+                f"hard_chars {self.hard_chars}",
+                "lower it",
             )
         return self
 
@@ -147,9 +149,9 @@ class JudgeReward(Reward):
     @model_validator(mode="after")
     def _no_secrets(self) -> "JudgeReward":
         if "@" in self.url.partition("://")[2].partition("/")[0]:
-            raise ValueError(
-                "the judge's url contains credentials, but a run saves its settings: put them "
-                "into JUDGE_API_KEY"
+            raise Refused(
+                "the judge's url contains credentials, but a run saves its settings",
+                "put them into JUDGE_API_KEY",
             )
         return self
 
@@ -170,20 +172,20 @@ BUILT_IN: dict[str, type[Reward]] = {
 
 
 def _read(given: Any) -> Any:
-    """Turns a name alone into an entry. Raises ValueError for a name that does not exist."""
+    """Turns a name alone into an entry. Raises Refused for a name that does not exist."""
     if isinstance(given, Reward):
         return given
     if isinstance(given, str):
         given = {"name": given}
     name = given.get("name") if isinstance(given, dict) else None
     if not isinstance(name, str):
-        raise ValueError(
-            "an entry is neither the name of a function nor a mapping with its name: write math, "
-            "or a mapping with `name` and arguments"
+        raise Refused(
+            "an entry is neither the name of a function nor a mapping with its name",
+            "write math, or a mapping with `name` and arguments",
         )
     if name not in BUILT_IN and not re.fullmatch(r"[\w.]+:\w+", name):
         choices = [*BUILT_IN, "an import path package.module:Class"]
-        raise ValueError(f"there is no {name}: {did_you_mean(name, choices)}")
+        raise Refused(f"there is no {name}", did_you_mean(name, choices))
     return given
 
 

@@ -5,7 +5,7 @@ from typing import Annotated, TypeVar
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict
 
-from common.errors import did_you_mean
+from common.errors import Refused, did_you_mean
 
 _T = TypeVar("_T")
 IN_HELP = "in help"
@@ -38,9 +38,7 @@ def among(*names: str, path: str = "package.module:name") -> AfterValidator:
     def check(text: str) -> str:
         if text in names or re.fullmatch(r"[\w.]+:\w+", text):
             return text
-        raise ValueError(
-            f"there is no {text}: "
-            f"{did_you_mean(text, [*filter(None, names), f'an import path {path}'])}"
-        )
+        choices = [*filter(None, names), f"an import path {path}"]
+        raise Refused(f"there is no {text}", did_you_mean(text, choices))
 
     return AfterValidator(check)

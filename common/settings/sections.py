@@ -20,7 +20,7 @@ from pydantic import (
     model_validator,
 )
 
-from common.errors import did_you_mean
+from common.errors import Refused, did_you_mean
 from common.settings.chat_templates import read_chat_template, read_template_variables
 from common.settings.lr_schedules import LrSchedule
 from common.settings.prompt_templates import read_template
@@ -43,14 +43,14 @@ def _checked_environment(text: str) -> str:
         r"python:[\w.]+[:.]\w+|(agent|harbor):\s*\S.*", text, re.DOTALL
     ):
         if len(text) > _MAX_NAME:
-            raise ValueError(
-                f"{len(text)} characters are too many: give an environment name of at most "
-                f"{_MAX_NAME}"
+            raise Refused(
+                f"{len(text)} characters are too many",
+                f"give an environment name of at most {_MAX_NAME}",
             )
         return text
     forms = ["agent:COMMAND", "agent:URL", "harbor:COMMAND"]
     hint = did_you_mean(text, ["python", "an import path python:package.module:Class", *forms])
-    raise ValueError(f"there is no environment {text}: {hint}")
+    raise Refused(f"there is no environment {text}", hint)
 
 
 Port = Annotated[int, Field(ge=1, le=65535)]
@@ -200,9 +200,10 @@ class RewardSection(Section):
         names = [entry.name for entry in self.functions]
         for name in names:
             if names.count(name) > 1:
-                raise ValueError(
-                    f"reward.functions has {name} twice: leave one out, and name all its tasks in "
-                    "the other"
+                raise Refused(
+                    f"reward.functions has {name} twice",
+                    "leave one out, and name all its tasks in the other",
+                    setting="reward.functions",
                 )
         return self
 
@@ -235,19 +236,23 @@ class TeacherSection(Section):
     def _fits(self) -> "TeacherSection":
         scheme, _, rest = self.url.partition("://")
         if self.url and (scheme not in ("http", "https") or not rest):
-            raise ValueError(
-                f"teacher.url {self.url} is not a URL: write http://HOST:PORT, or "
-                "http://HOST:PORT/v1"
+            raise Refused(
+                f"teacher.url {self.url} is not a URL",
+                "write http://HOST:PORT, or http://HOST:PORT/v1",
+                setting="teacher.url",
             )
         if "@" in rest.partition("/")[0]:
-            raise ValueError(
-                "teacher.url contains credentials, but a run saves its settings: put them into "
-                "TEACHER_API_KEY"
+            raise Refused(
+                "teacher.url contains credentials, but a run saves its settings",
+                "put them into TEACHER_API_KEY",
+                setting="teacher.url",
             )
         if self.is_openai and not self.model:
-            raise ValueError(
+            raise Refused(
                 "teacher.url ends with /v1, and an OpenAI-compatible endpoint needs the name of "
-                "the model: set teacher.model"
+                "the model",
+                "set teacher.model",
+                setting="teacher.url",
             )
         return self
 
@@ -425,9 +430,11 @@ class RolloutSection(Section):
     def _no_secrets(self) -> "RolloutSection":
         for word in self.engine_args:
             if word.partition("=")[0] in ("--api-key", "--admin-api-key", "--ssl-keyfile-password"):
-                raise ValueError(
+                raise Refused(
                     f"rollout.engine_args has {word.partition('=')[0]}, and a run saves its "
-                    "settings: set API_TOKEN in the environment instead"
+                    "settings",
+                    "set API_TOKEN in the environment instead",
+                    setting="rollout.engine_args",
                 )
         return self
 
@@ -708,9 +715,14 @@ class EnvironmentSection(Section):
     engines idle; otherwise 64 programs."""
 
     @property
+    def kind(self) -> str:
+        """`python`, `agent` or `harbor`; empty for single completions."""
+        return self.name.partition(":")[0]
+
+    @property
     def grades_itself(self) -> bool:
         """Whether the problems have tests instead of ground truths."""
-        return self.name.startswith("harbor:")
+        return self.kind == "harbor"
 
 
 class RuntimeSection(Section):

@@ -13,6 +13,7 @@ from typing import Any, get_args, get_origin
 import yaml
 from pydantic.fields import FieldInfo
 
+from common import Json
 from common.errors import ConfigError
 
 PREFIX = "RLHF_"
@@ -61,12 +62,12 @@ def take_config_option(argv: list[str]) -> tuple[str | None, list[str]]:
     return known.config, rest
 
 
-def from_words(words: Iterable[str], known: Mapping[str, FieldInfo]) -> dict[str, Any]:
+def from_words(words: Iterable[str], known: Mapping[str, FieldInfo]) -> Json:
     """Reads `--section.field VALUE` and `--section.field=VALUE`. A list or mapping may be
     continued by naming the setting again. Raises ConfigError.
     """
-    content = dict[str, Any]()
-    earlier = dict[str, Any]()
+    content = Json()
+    earlier = Json()
     given = iter(words)
     for word in given:
         option, equals, text = word.partition("=")
@@ -176,7 +177,7 @@ def yaml_problem(error: Exception) -> str:
     return str(error.strerror if isinstance(error, OSError) else " ".join(str(error).split()))
 
 
-def from_file(path: Path) -> dict[str, Any]:
+def from_file(path: Path) -> Json:
     """Reads a YAML file of settings by section. Raises ConfigError."""
     try:
         content = read_yaml(packaged(path).read_text(encoding="utf-8"))
@@ -206,11 +207,11 @@ def from_file(path: Path) -> dict[str, Any]:
     return content
 
 
-def from_env(env: Mapping[str, str], known: Mapping[str, FieldInfo]) -> dict[str, Any]:
+def from_env(env: Mapping[str, str], known: Mapping[str, FieldInfo]) -> Json:
     """Reads `RLHF_SECTION__FIELD` and the short names. Raises ConfigError for a name that is not
     among `known`.
     """
-    content = dict[str, Any]()
+    content = Json()
     for name, keys in SHORT_NAMES.items():
         # An empty variable counts as unset, as with a shell's `${NAME:-}`.
         if env.get(name):
@@ -231,14 +232,14 @@ def from_env(env: Mapping[str, str], known: Mapping[str, FieldInfo]) -> dict[str
     return content
 
 
-def put(content: dict[str, Any], keys: tuple[str, ...], value: object) -> None:
+def put(content: Json, keys: tuple[str, ...], value: object) -> None:
     """Sets a value of a nested mapping."""
     for key in keys[:-1]:
         content = content.setdefault(key, {})
     content[keys[-1]] = value
 
 
-def merge(low: dict[str, Any], high: Mapping[str, Any]) -> dict[str, Any]:
+def merge(low: Json, high: Mapping[str, Any]) -> Json:
     """Merges two nested mappings; values of `high` replace those of `low`."""
     merged = dict(low)
     for key, value in high.items():

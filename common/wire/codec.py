@@ -22,6 +22,7 @@ import orjson
 from msgspec import Meta, ValidationError
 from numpy.typing import NDArray
 
+from common import Json
 from common.errors import InvalidInput, TooLarge
 from common.wire.schemas import (
     FLOAT32_MAX,
@@ -87,9 +88,9 @@ def decode_groups(body: bytes) -> list[Group]:
     return decode(body, Groups).groups
 
 
-def plain(value: msgspec.Struct | dict[str, Any]) -> dict[str, Any]:
+def plain(value: msgspec.Struct | Json) -> Json:
     """Converts a struct, or its fields, to mappings, lists and numbers, for JSON."""
-    found: dict[str, Any] = msgspec.to_builtins(
+    found: Json = msgspec.to_builtins(
         value, builtin_types=(bytes,), enc_hook=lambda array: array.tolist()
     )
     return found

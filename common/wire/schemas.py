@@ -31,6 +31,8 @@ from pydantic import (
 )
 from pydantic_core import PydanticKnownError, core_schema
 
+from common.errors import Refused
+
 _T = TypeVar("_T")
 FLOAT32_MAX = float(np.finfo(np.float32).max)
 _TOKEN_ID = {"type": "integer", "minimum": 0, "maximum": 2**31 - 1}
@@ -170,9 +172,10 @@ class PassRateReport(Wire):
     @model_validator(mode="after")
     def _same_length(self) -> Self:
         if len(self.prompt_ids) != len(self.pass_rates):
-            raise ValueError(
+            raise Refused(
                 f"there are {len(self.prompt_ids)} prompt_ids and {len(self.pass_rates)} "
-                "pass_rates: send one for each prompt"
+                "pass_rates",
+                "send one for each prompt",
             )
         return self
 

@@ -27,9 +27,10 @@ from services.http.sqlite_store import TABLES, Damaged, SqliteStore, sealed, uns
 
 _SHUFFLED = "shuffled"
 _ORDERED = "ordered"
-# In the place of a stream: an answer to `POST /seek`.
+# Stands in a remembered answer in the place of the stream: it is one to `POST /seek`.
 _SEEK = "seek"
-# The calls that move a stream share their ids.
+# The call under which answers are remembered: one for prompts and seeks, so that an id of the one
+# that is used again for the other is refused.
 _CALL = "stream"
 _SCHEMA = """
 CREATE TABLE identity (

@@ -18,7 +18,7 @@ _CRASHED = 70  # EX_SOFTWARE
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     """Parses the command line."""
-    parser = CommandParser("services.engine", __doc__ or "")
+    parser = CommandParser("services.engine", __doc__)
     parser.add_argument(
         "--model-path", type=Path, required=True, help="local Hugging Face directory"
     )

@@ -5,11 +5,12 @@ adapters, load.
 import asyncio
 import time
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Literal, get_args
 
 from fastapi import FastAPI
 from prometheus_client import Counter
 
+from common import Json
 from common.wire.schemas import AtMost
 from services.engine.engine import Engine
 from services.engine.requests import Body, add_call
@@ -135,7 +136,7 @@ def add_info(app: FastAPI, engine: Engine) -> None:
 
     @app.get("/model_info")
     @app.get("/get_model_info")
-    async def model_info() -> dict[str, Any]:
+    async def model_info() -> Json:
         """Path and version of the weights, and the kind of model."""
         path = str(engine.model.path)
         return {
@@ -152,7 +153,7 @@ def add_info(app: FastAPI, engine: Engine) -> None:
 
     @app.get("/server_info")
     @app.get("/get_server_info")
-    async def server_info() -> dict[str, Any]:
+    async def server_info() -> Json:
         """The kind of engine, and whether it is paused."""
         return {
             "engine": "embedded",
@@ -165,7 +166,7 @@ def add_info(app: FastAPI, engine: Engine) -> None:
         }
 
     @app.get("/v1/models")
-    async def models() -> dict[str, Any]:
+    async def models() -> Json:
         """The model and its LoRA adapters."""
         path = str(engine.model.path)
         shared = {"object": "model", "max_model_len": engine.model.max_context_tokens}
@@ -179,7 +180,7 @@ def add_info(app: FastAPI, engine: Engine) -> None:
     rate = 0.0
 
     @app.get("/v1/loads")
-    async def loads() -> dict[str, Any]:
+    async def loads() -> Json:
         """The numbers of running and waiting requests, and the tokens per second since the last
         call.
         """

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 
+from common import Json
 from common.clients.rollout import sample_seed
 from common.wire.schemas import AtMost, Int32
 from learning.routing import Experts
@@ -84,7 +85,7 @@ class Sequence:
     versions: list[tuple[str, int]] = field(default_factory=list)
     retractions: int = 0
     cached_tokens: int = 0
-    finish: dict[str, Any] | None = None
+    finish: Json | None = None
     version: str = ""
 
     @property
@@ -98,7 +99,7 @@ class Sequence:
             earlier = [span for span in self.versions if span[1] < position]
             self.versions = [*earlier, (version, position)]
 
-    def spans(self) -> list[dict[str, Any]]:
+    def spans(self) -> list[Json]:
         """Returns `[{"version", "start", "end"}]` over the tokens so far."""
         size = len(self.tokens)
         begun = [span for span in self.versions if span[1] < size]

@@ -16,6 +16,7 @@ from pydantic import (
     WithJsonSchema,
 )
 
+from common import Json
 from common.errors import ServiceError
 from common.settings.sections import MAX_KEPT
 from common.wire.codec import MAX_JSON_ITEMS
@@ -281,11 +282,11 @@ def _check_prompt(prompt: Any, model: Model) -> None:
             )
 
 
-def answer(sequence: Sequence, tokenizer: Any) -> dict[str, Any]:
+def answer(sequence: Sequence, tokenizer: Any) -> Json:
     """Returns SGLang's answer for one sequence, running or finished."""
     job = sequence.job
     spans = sequence.spans()
-    meta: dict[str, Any] = {
+    meta: Json = {
         "id": sequence.id,
         "finish_reason": sequence.finish,
         "prompt_tokens": len(job.prompt),
@@ -310,14 +311,12 @@ def answer(sequence: Sequence, tokenizer: Any) -> dict[str, Any]:
     return {"text": sequence.text(tokenizer), "output_ids": sequence.tokens, "meta_info": meta}
 
 
-def score_answer(
-    body: GenerateBody, prompt: list[int], scores: PromptScores, version: str
-) -> dict[str, Any]:
+def score_answer(body: GenerateBody, prompt: list[int], scores: PromptScores, version: str) -> Json:
     """Returns SGLang's answer for a prompt's log-probabilities from `logprob_start_len` on; as in
     SGLang, the first is null.
     """
     start = body.logprob_start_len
-    meta: dict[str, Any] = {
+    meta: Json = {
         "id": uuid.uuid4().hex,
         "finish_reason": {"type": "length", "length": 0},
         "prompt_tokens": len(prompt),

@@ -4,12 +4,13 @@ import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import orjson
 from fastapi import FastAPI, Request, Response
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from common import Json
 from common.errors import InvalidInput, NotReady, ServiceError
 from common.process.futures import forgettable
 from services.engine.engine import Engine
@@ -87,7 +88,7 @@ async def finish(request: Request, engine: Engine, jobs: list[GenerationJob]) ->
 
 async def score(
     request: Request, engine: Engine, body: GenerateBody, prompts: list[list[int]]
-) -> list[dict[str, Any]]:
+) -> list[Json]:
     """Returns the answers for the log-probabilities of prompts, computed in parts so that running
     rows continue.
 
@@ -104,7 +105,7 @@ async def score(
             remedy="start within the shortest prompt",
         )
     at_once = max(1, SCORED_LOGITS // (engine.model.vocab_size * max(lengths)))
-    answers: list[dict[str, Any]] = []
+    answers: list[Json] = []
     for first in range(0, len(prompts), at_once):
         part = prompts[first : first + at_once]
         work = partial(

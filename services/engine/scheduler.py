@@ -6,7 +6,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import torch
@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from prometheus_client import Counter
 from torch import UntypedStorage
 
+from common import Json
 from common.errors import ServiceError
 from services.engine.adapters import AdapterRegistry, BadAdapter
 from services.engine.decoder import PromptScores
@@ -169,7 +170,7 @@ class Scheduler:
         self.generated.inc(len(rows) - first)
         # Few rows end in a step, and only these cost anything.
         may_end = is_stop | is_full | ~is_finite | rows.state["has_stops"][first : len(rows)]
-        reasons: dict[int, dict[str, Any]] = {}
+        reasons: dict[int, Json] = {}
         broken: set[GenerationJob] = set()
         for index in np.flatnonzero(may_end).tolist():
             row = first + index
@@ -199,7 +200,7 @@ class Scheduler:
         for job in broken:
             job.done.set_exception(_not_finite(self.weight_version))
 
-    def _reason(self, row: int, *, is_stop: bool, is_full: bool) -> dict[str, Any] | None:
+    def _reason(self, row: int, *, is_stop: bool, is_full: bool) -> Json | None:
         """Returns why a row ends, as SGLang says it; None while it goes on."""
         sampling = self.rows.sequences[row].job.sampling
         if is_stop:
@@ -211,7 +212,7 @@ class Scheduler:
             return {"type": "stop", "matched": stop_text}
         return {"type": "length", "length": sampling.max_new_tokens} if is_full else None
 
-    def _finish(self, sequence: Sequence, reason: dict[str, Any]) -> None:
+    def _finish(self, sequence: Sequence, reason: Json) -> None:
         sequence.finish = reason
         sequence.version = self.weight_version
         job = sequence.job

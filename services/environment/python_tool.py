@@ -2,8 +2,8 @@
 
 import functools
 import os
-from typing import Any
 
+from common import Json
 from services.environment.outcome import EnvironmentLost
 from services.sandbox.cases import Case, CaseResult
 from services.sandbox.sandbox import Limits, Sandbox, SandboxFault
@@ -16,7 +16,7 @@ OUTPUT_KB = 16
 class _OutputCase(Case):
     """Runs a program; its result is its printed output."""
 
-    def verdict(self, done: dict[str, Any]) -> CaseResult:
+    def verdict(self, done: Json) -> CaseResult:
         seconds = float(done["seconds"])
         if done["status"] != "done":
             return CaseResult(done["status"], seconds, str(done["detail"]))

@@ -15,7 +15,7 @@ _PROGRAM_KINDS = ("agent", "harbor")
 
 def needs_gateway(config: EnvironmentSection) -> bool:
     """Whether episodes are programs that reach the model over HTTP."""
-    return config.name.partition(":")[0] in _PROGRAM_KINDS
+    return config.kind in _PROGRAM_KINDS
 
 
 def load_runner(

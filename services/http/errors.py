@@ -80,10 +80,10 @@ def _invalid(wrong: Mapping[str, Any]) -> ServiceError:
             value=wrong["ctx"]["actual_length"],
             remedy="send fewer",
         )
-    message, remedy = explained(wrong)
+    refused = explained(wrong)
     return InvalidInput(
-        message,
+        str(refused),
         field=where,
         value=wrong.get("input"),
-        remedy=f"{remedy}; the fields are described at /docs",
+        remedy=f"{refused.remedy}; the fields are described at /docs",
     )

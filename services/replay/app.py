@@ -13,6 +13,7 @@ from fastapi import FastAPI, Query, Request, Response
 from fastapi.responses import JSONResponse
 from pydantic import Field
 
+from common import Json
 from common.errors import ServiceError
 from common.process import logs
 from common.process.metrics import Metrics
@@ -202,7 +203,7 @@ def _inspection_routes(app: FastAPI, worker: Worker) -> None:
         limit: Limit = 100,
         offset: Position = 0,
         state: Literal["fresh", "leased", "consumed"] | None = None,
-    ) -> dict[str, Any]:
+    ) -> Json:
         """Lists the stored groups without their contents, optionally only those in one state."""
         return {"groups": await worker.call(buffer.store.listing, limit, offset, state)}
 
@@ -213,7 +214,7 @@ def _inspection_routes(app: FastAPI, worker: Worker) -> None:
         return Response(orjson.dumps(codec.plain(found)), media_type=JSON)
 
     @app.get("/stats")
-    async def stats() -> dict[str, Any]:
+    async def stats() -> Json:
         """Counts and means."""
         return await worker.call(buffer.stats) | {"load": app.state.load.stats()}
 
@@ -292,7 +293,7 @@ async def _answer(request: Request, blobs: list[bytes], **extra: Any) -> Respons
     return Response(await asyncio.to_thread(_as_json, blobs, extra), media_type=JSON)
 
 
-def _as_json(blobs: list[bytes], extra: dict[str, Any]) -> bytes:
+def _as_json(blobs: list[bytes], extra: Json) -> bytes:
     groups = [codec.plain(group) for group in unpack_groups(blobs)]
     return orjson.dumps({"groups": groups, **extra}, option=orjson.OPT_SERIALIZE_NUMPY)
 

@@ -16,12 +16,12 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from msgspec import Raw
 from pydantic import Field
 
+from common import Json
 from common.errors import InvalidInput, TooLarge
 from common.process.current_run import CurrentRun
 from common.process.storage import StorageFailed
@@ -235,7 +235,7 @@ class ReplayBuffer:
         """Returns one group. Raises NotFound."""
         return unpack_groups([self.store.blob(group_id)])[0]
 
-    def stats(self) -> dict[str, Any]:
+    def stats(self) -> Json:
         # On a full disk leases cannot expire, but everything can be read.
         with suppress(StorageFailed), self.store.transaction():
             self.store.expire(self.clock())

@@ -16,8 +16,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from math import isfinite
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+from common import Json
 from common.errors import NotFound, ServiceError
 from common.wire.headers import StoreMark
 from services.http.sqlite_store import TABLES, Damaged, SqliteStore, sealed, sum_of, unsealed
@@ -322,7 +323,7 @@ class Database(SqliteStore):
             raise unknown(group_id)
         return self.data(*found[0])
 
-    def listing(self, limit: int, offset: int, state: str | None = None) -> list[dict[str, Any]]:
+    def listing(self, limit: int, offset: int, state: str | None = None) -> list[Json]:
         """Returns the groups without their contents, in insertion order, optionally only those in
         one state.
         """
@@ -336,7 +337,7 @@ class Database(SqliteStore):
             listed.append(shown)
         return listed
 
-    def stats(self) -> dict[str, Any]:
+    def stats(self) -> Json:
         """Returns counts and means over everything stored; means are 0 when nothing is stored."""
         query = (
             "SELECT TOTAL(reward), TOTAL(positive) FROM (SELECT reward_sum AS reward, positive "
@@ -389,7 +390,7 @@ class Database(SqliteStore):
         found = self.records("WHERE key = ?", key)
         return self.data(*found[0]) if found else None
 
-    def experience_at(self, key: int) -> dict[str, Any]:
+    def experience_at(self, key: int) -> Json:
         query = "SELECT prompt, response, reward, ground_truth, seal FROM experiences WHERE key = ?"
         with self.errors():
             row = self.db.execute(query, (key,)).fetchone()

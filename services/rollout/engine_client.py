@@ -14,6 +14,7 @@ from typing import Any
 import httpx
 from pydantic import BaseModel
 
+from common import Json
 from common.clients.base import Client
 from common.clients.rollout import OTHER_ENGINE
 from common.errors import ConfigError, ServiceError, shorten
@@ -477,7 +478,7 @@ class EngineClient(Client):
         await self.request("POST", "/continue_generation", json={}, deadline_s=60)
         self.is_paused = False
 
-    async def control(self, path: str, body: dict[str, Any], timeout_s: float) -> None:
+    async def control(self, path: str, body: Json, timeout_s: float) -> None:
         """Sends one call without retries, because a second broadcast would have no sender.
 
         Raises LoadFailed when the engine refuses or does not answer.

@@ -26,7 +26,7 @@ from pydantic import (
 )
 
 from common import Json
-from common.errors import ConfigError, did_you_mean, shorten
+from common.errors import ConfigError, Refused, did_you_mean, shorten
 from common.settings.algorithm import RECIPES, Recipe
 from common.settings.config import Config, from_mapping
 from common.settings.explain import explained
@@ -496,9 +496,7 @@ class TrainerConfig(ArgumentsOfOneProcess, BaseModel):
     @classmethod
     def _checked_interval(cls, value: float | str) -> float | str:
         if not isinstance(value, str) and (value < 0 or (value > 1 and value % 1)):
-            raise ValueError(
-                "no interval: give a whole number of steps, or a share of them below 1"
-            )
+            raise Refused("no interval", "give a whole number of steps, or a share of them below 1")
         return value
 
     @field_validator("loss_type")
@@ -506,7 +504,7 @@ class TrainerConfig(ArgumentsOfOneProcess, BaseModel):
     def _known_loss(cls, value: str | None) -> str | None:
         losses = list(dict.fromkeys([*LOSSES, *RECIPES]))
         if value is not None and value not in losses:
-            raise ValueError(f"there is no such loss: {did_you_mean(value, losses)}")
+            raise Refused("there is no such loss", did_you_mean(value, losses))
         return value
 
     @model_validator(mode="wrap")
@@ -687,5 +685,5 @@ def _named(problem: Given, config: str) -> ConfigError:
             remedy=did_you_mean(name, [], [*fields, *ARGUMENTS])
             or f"the fields are {', '.join(fields)}",
         )
-    message, remedy = explained(problem)
-    return ConfigError(message, field=name, value=shorten(problem["input"]), remedy=remedy)
+    wrong = explained(problem)
+    return ConfigError(str(wrong), field=name, value=shorten(problem["input"]), remedy=wrong.remedy)

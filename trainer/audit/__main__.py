@@ -48,7 +48,7 @@ def parser() -> CommandParser:
         "       rlhf audit WEIGHTS_DIR --check FILE\n"
         "       rlhf audit TINKER_DIR"
     )
-    made = CommandParser("rlhf audit", __doc__ or "", usage, _EPILOG)
+    made = CommandParser("rlhf audit", __doc__, usage, _EPILOG)
     made.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="directory of the run")
     what = made.add_mutually_exclusive_group()
     what.add_argument("--step", type=positive, metavar="STEP", help="the step to re-execute")

@@ -60,7 +60,7 @@ def add_fields(
         parser.add_argument(flag, **options)
 
 
-def run_parser(prog: str, description: str, usage: str, epilog: str) -> CommandParser:
+def run_parser(prog: str, description: str | None, usage: str, epilog: str) -> CommandParser:
     """Returns the command line of a command whose first argument is the directory of a run."""
     made = CommandParser(prog, description, usage, epilog)
     made.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="directory of the run")
@@ -75,21 +75,16 @@ def add_settings(parser: argparse._ActionsContainer, text: str) -> None:
 
 
 def setting(text: str) -> tuple[str, Any]:
-    """Splits `section.name=value`; a list may be written with commas. Raises ArgumentTypeError for
-    any other form.
+    """Splits `section.name=value`; a list may be written with commas. Raises ConfigError for any
+    other form.
     """
     name, equals, value = text.partition("=")
     if not equals or not name:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is not NAME=VALUE: write it like algorithm.entropy_coef=0.001"
+        raise ConfigError(
+            f"{text!r} is not NAME=VALUE", remedy="write it like algorithm.entropy_coef=0.001"
         )
     known = names().get(name)
-    if known is None:
-        return name, value
-    try:
-        return name, read_text(known, value, name)
-    except ConfigError as error:
-        raise argparse.ArgumentTypeError(f"{error.message}: {error.remedy}") from None
+    return name, value if known is None else read_text(known, value, name)
 
 
 @contextmanager

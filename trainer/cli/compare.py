@@ -87,9 +87,8 @@ def recorded_evaluations(run_dir: Path) -> Iterator[RecordedEvaluation]:
 
 def parser() -> CommandParser:
     """Returns the command line."""
-    made = CommandParser(
-        "rlhf compare", __doc__ or "", "RUN_DIR [RUN_DIR ...] [--step STEP]", _EPILOG
-    )
+    usage = "RUN_DIR [RUN_DIR ...] [--step STEP]"
+    made = CommandParser("rlhf compare", __doc__, usage, _EPILOG)
     made.add_argument(
         "run_dirs",
         type=Path,

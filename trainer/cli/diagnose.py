@@ -30,7 +30,7 @@ API_TOKEN of the environment, or the one that jobgroup.local wrote beside its lo
 def parser() -> CommandParser:
     """Returns the command line."""
     usage = "RUN_DIR [--all] [--json] [--logs DIR]"
-    made = run_parser("rlhf diagnose", __doc__ or "", usage, _EPILOG)
+    made = run_parser("rlhf diagnose", __doc__, usage, _EPILOG)
     made.add_argument("--all", action="store_true", help="also every rank's stacks and the logs")
     made.add_argument("--json", action="store_true", help="one JSON object instead of lines")
     made.add_argument(

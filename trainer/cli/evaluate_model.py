@@ -73,7 +73,7 @@ def parser() -> CommandParser:
         "--model MODEL [--compare OTHER] [--dataset NAME] [--num-samples N] [--k K] "
         "[--output-file FILE] …"
     )
-    made = CommandParser("rlhf eval", __doc__ or "", usage, _EPILOG)
+    made = CommandParser("rlhf eval", __doc__, usage, _EPILOG)
     made.add_argument(
         "--model",
         required=True,

@@ -16,7 +16,7 @@ examples:
 
 def parser() -> CommandParser:
     """Returns the command line."""
-    made = CommandParser("rlhf export", __doc__ or "", "CHECKPOINT OUT [--dtype TYPE]", _EPILOG)
+    made = CommandParser("rlhf export", __doc__, "CHECKPOINT OUT [--dtype TYPE]", _EPILOG)
     made.add_argument(
         "checkpoint",
         type=Path,

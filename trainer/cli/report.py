@@ -62,7 +62,7 @@ script-src 'unsafe-inline'; style-src 'unsafe-inline'">
 
 def parser() -> CommandParser:
     """Returns the command line."""
-    made = run_parser("rlhf report", __doc__ or "", "RUN_DIR [--output FILE]", _EPILOG)
+    made = run_parser("rlhf report", __doc__, "RUN_DIR [--output FILE]", _EPILOG)
     made.add_argument(
         "--output", type=Path, metavar="FILE", help="where to write (default RUN_DIR/report.html)"
     )

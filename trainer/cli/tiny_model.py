@@ -12,7 +12,7 @@ from common.process.storage import make_directory
 
 def parser() -> CommandParser:
     """Returns the command line."""
-    made = CommandParser("rlhf tiny-model", __doc__ or "", "DIRECTORY [--seed N]")
+    made = CommandParser("rlhf tiny-model", __doc__, "DIRECTORY [--seed N]")
     made.add_argument(
         "directory",
         type=Path,

@@ -28,7 +28,7 @@ def parser() -> CommandParser:
     """Returns the command line."""
     made = CommandParser(
         "rlhf dashboard",
-        __doc__ or "",
+        __doc__,
         "RUN_DIR [RUN_DIR ...] [--port PORT] [--host ADDRESS]",
         _EPILOG,
     )

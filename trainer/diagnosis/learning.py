@@ -5,8 +5,8 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import takewhile
 from statistics import fmean
-from typing import Any
 
+from common import Json
 from trainer.diagnosis.facts import Facts, Finding, finding
 from trainer.observe import catalogue
 from trainer.observe.catalogue import SLOW
@@ -15,7 +15,6 @@ from trainer.trackers.base import flatten
 _NEWEST = 3
 """A condition holds if it holds in this many steps in a row."""
 _SOLVED = 0.95
-_Line = dict[str, Any]
 
 
 def from_numbers(facts: Facts) -> Iterator[Finding]:
@@ -29,12 +28,12 @@ def from_numbers(facts: Facts) -> Iterator[Finding]:
     yield from _texts(facts)
 
 
-def _says(line: _Line, kind: str, name: str) -> bool:
+def _says(line: Json, kind: str, name: str) -> bool:
     """Returns whether an alarm or hint was raised in this step."""
     return name in (line.get(kind) or {})
 
 
-def _since(lines: Sequence[_Line], holds: Callable[[_Line], bool]) -> float | None:
+def _since(lines: Sequence[Json], holds: Callable[[Json], bool]) -> float | None:
     """Returns the time of the first of the newest steps in a row for which this holds."""
     in_a_row = list(takewhile(holds, reversed(lines)))
     return in_a_row[-1].get("time") if in_a_row else None
@@ -105,7 +104,7 @@ def _drawn_twice(facts: Facts) -> Iterator[Finding]:
 def _equal_rewards(facts: Facts) -> Iterator[Finding]:
     batch = facts.config.get("trainer.batch_size") or math.inf
 
-    def is_equal(line: _Line) -> bool:
+    def is_equal(line: Json) -> bool:
         return bool(line.get("zero_variance_groups", 0) >= batch)
 
     newest = facts.steps[-_NEWEST:]

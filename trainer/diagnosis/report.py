@@ -5,8 +5,8 @@ import re
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
+from common import Json
 from common.errors import ServiceError, shorten
 from common.process.security import SecretRedactor
 from common.process.storage import storing
@@ -71,7 +71,7 @@ def lines(facts: Facts, findings: Sequence[Finding]) -> list[str]:
     ]
 
 
-def as_json(facts: Facts, findings: Sequence[Finding]) -> dict[str, Any]:
+def as_json(facts: Facts, findings: Sequence[Finding]) -> Json:
     """Returns the report for programs."""
     known = {"state", "end", "asked", "not_asked", "ranks", "services", "versions"}
     return {

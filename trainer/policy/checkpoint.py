@@ -29,6 +29,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from common import Json
 from common.errors import ConfigError, ServiceError
 from common.process.daemon_threads import in_daemon_thread
 from learning.ranks import Ranks
@@ -274,15 +275,15 @@ def _lacking(path: Path) -> str | None:
     return None
 
 
-def _write_state(directory: Path, content: dict[str, Any]) -> None:
+def _write_state(directory: Path, content: Json) -> None:
     (directory / _STATE).write_text(json.dumps(content | {"crc": _crc(content)}))
 
 
-def _crc(content: dict[str, Any]) -> int:
+def _crc(content: Json) -> int:
     return zlib.crc32(json.dumps(content).encode())
 
 
-def _parse(body: bytes) -> dict[str, Any]:
+def _parse(body: bytes) -> Json:
     """Returns the content of `trainer_state.json`. Raises _Changed when it has changed, ValueError
     when it is of another format.
     """
@@ -342,7 +343,7 @@ def load_state(body: bytes, path: Path) -> RunState:
         raise cannot_resume(error, path) from None
 
 
-def copy_with(path: Path, target: Path, state: dict[str, Any]) -> None:
+def copy_with(path: Path, target: Path, state: Json) -> None:
     """Copies a checkpoint that `load_state` has read, with these fields of its state. A file that
     has changed since it was written is found when the copy is loaded.
     """

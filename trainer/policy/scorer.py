@@ -59,15 +59,14 @@ def _base_of(name: str) -> str:
     return str(config["base_model_name_or_path"])
 
 
-def load_model(config: ModelSection, path: str | Path | None = None) -> nn.Module:
-    """Loads the causal language model `config.name` (or the directory `path`) in float32, merging
-    an adapter.
+def load_model(config: ModelSection) -> nn.Module:
+    """Loads the causal language model `config.name` in float32, merging an adapter.
 
     Master weights are float32 because at usual learning rates AdamW's updates are below the spacing
     of bfloat16. Raises ConfigError when the model cannot be loaded or its head cannot be separated
     from its body.
     """
-    source = str(path or config.name)
+    source = config.name
     check_model(source)
     checkpoint.check_model(Path(source))
     whole = config.model_copy(update={"name": _base_of(source)})

@@ -18,6 +18,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
+from common import Json
 from common.errors import ConfigError, shorten
 from common.prompts.prompter import PromptStyle
 from common.wire.schemas import Prompt
@@ -103,7 +104,7 @@ class TrainedPrompts:
         self._new_prompts = []
 
 
-def style_of(style: PromptStyle) -> dict[str, Any]:
+def style_of(style: PromptStyle) -> Json:
     """Returns the settings that make prompts, by their names."""
     return {
         "data.prompt_template": style.template,

@@ -11,6 +11,7 @@ import httpx
 import numpy as np
 import orjson
 
+from common import Json
 from common.clients.engines import GeneratingClient
 from common.clients.network import Reply
 from common.errors import ConfigError, ServiceError, Unauthorized, shorten
@@ -153,7 +154,7 @@ class Teacher(GeneratingClient):
             reason = f"the teacher's answer has no log-probabilities of the prompt: {error!r}"
             raise self._unfit(reason, TeacherFailed) from None
 
-    def _completions(self, rows: list[list[int]]) -> dict[str, Any]:
+    def _completions(self, rows: list[list[int]]) -> Json:
         """Returns the body of an OpenAI request, which has to generate at least one token."""
         return {
             "model": self._settings.model,
@@ -164,7 +165,7 @@ class Teacher(GeneratingClient):
             "logprobs": 1,
         }
 
-    async def _json(self, path: str, body: dict[str, Any], patience_s: float | None = None) -> Any:
+    async def _json(self, path: str, body: Json, patience_s: float | None = None) -> Any:
         headers = {"content-type": "application/json"}
         response = await self.request(
             "POST", path, content=orjson.dumps(body), headers=headers, deadline_s=patience_s

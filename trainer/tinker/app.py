@@ -20,6 +20,7 @@ from typing import Any, TypeVar, get_type_hints
 from fastapi import FastAPI, Request
 from fastapi.responses import FileResponse, JSONResponse, Response
 
+from common import Json
 from common.errors import NotFound, Unauthorized
 from common.process.metrics import Metrics
 from services.http.app import create_app, read_json
@@ -121,7 +122,7 @@ class _Calls:
 
         async def call(request: Request) -> Response:
             owner = self._clients.owner(request.headers)
-            arguments: dict[str, Any] = dict(request.path_params)
+            arguments: Json = dict(request.path_params)
             if "base_url" in wanted:
                 arguments["base_url"] = str(request.base_url).rstrip("/")
             if self._open[owner] >= _OF_CLIENT:  # with more, others would wait
@@ -311,8 +312,8 @@ def _add_runs(calls: _Calls, server: TinkerServer, tokenizer: str) -> None:
     state = server.state
     calls.add("DELETE", "training_runs/{name}", server.delete_run)
 
-    def described(run: TinkerRun) -> dict[str, Any]:
-        latest: dict[str, Any] = {}
+    def described(run: TinkerRun) -> Json:
+        latest: Json = {}
         for each in state.owned(Checkpoint, run.owner, run=run.id):
             latest.setdefault(each.kind, _checkpoint(each))
         return {
@@ -435,11 +436,11 @@ async def _refuse(owner: str, rest: str) -> Any:
     )
 
 
-def _future(operation: TinkerOperation) -> dict[str, Any]:
+def _future(operation: TinkerOperation) -> Json:
     return {"request_id": operation.request_id, "model_id": operation.line}
 
 
-def _checkpoint(checkpoint: Checkpoint) -> dict[str, Any]:
+def _checkpoint(checkpoint: Checkpoint) -> Json:
     return {
         "checkpoint_id": f"{checkpoint.kind}/{checkpoint.name}",
         "checkpoint_type": _TYPES[checkpoint.kind],

@@ -1,8 +1,8 @@
 """What the server remembers besides operations, as one JSON document each."""
 
 from dataclasses import dataclass, field
-from typing import Any
 
+from common import Json
 from trainer.tinker.interface import LoraSpec
 
 
@@ -13,7 +13,7 @@ class TinkerSession:
     id: str
     owner: str
     """Name of the client whose key it has."""
-    about: dict[str, Any]
+    about: Json
     """What the client says of it."""
     finished: bool = False
 
@@ -27,7 +27,7 @@ class TinkerRun:
     owner: str
     lora: LoraSpec
     used: float
-    about: dict[str, Any] | None = None
+    about: Json | None = None
     snapshot: int = -1
     """Number of the operation after which its state was saved; -1: none was."""
     copies: int = 0

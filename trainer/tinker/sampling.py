@@ -19,6 +19,7 @@ from typing import Any
 
 import orjson
 
+from common import Json
 from common.clients.base import Unreachable
 from common.clients.rollout import RolloutClient, single_seed
 from common.errors import NotFound, ServiceError
@@ -247,7 +248,7 @@ class Sampling:
 
     async def _generate(self, body: requests.Sample, adapter: str | None, seed: str) -> bytes:
         given = body.sampling_params
-        sampling: dict[str, Any] = {
+        sampling: Json = {
             "n": body.num_samples,
             "temperature": given.temperature,
             "top_p": given.top_p,
@@ -311,8 +312,8 @@ class Sampling:
         return found
 
     async def _completions(
-        self, tokens: list[int], sampling: dict[str, Any], adapter: str | None
-    ) -> list[dict[str, Any]]:
+        self, tokens: list[int], sampling: Json, adapter: str | None
+    ) -> list[Json]:
         """Returns n completions as `write_samples` reads them, with a request for each where the
         engine gives all of a request the same seed.
         """
@@ -327,8 +328,8 @@ class Sampling:
         return [_sampled(answer) for answers in found for answer in answers]
 
     async def _post(
-        self, tokens: list[int], sampling: dict[str, Any], adapter: str | None, **more: Any
-    ) -> list[dict[str, Any]]:
+        self, tokens: list[int], sampling: Json, adapter: str | None, **more: Any
+    ) -> list[Json]:
         body = {"input_ids": tokens, "sampling_params": sampling, "return_logprob": True, **more}
         if adapter is not None:
             body["lora_path"] = adapter
@@ -337,7 +338,7 @@ class Sampling:
         return found if isinstance(found, list) else [found]
 
 
-def _sampled(answer: dict[str, Any]) -> dict[str, Any]:
+def _sampled(answer: Json) -> Json:
     meta = answer["meta_info"]
     reason = meta["finish_reason"]["type"]
     if reason not in ("stop", "length"):

@@ -2,11 +2,12 @@
 
 import json
 from collections.abc import Callable, Iterator
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 import torch
 from torch import Tensor
 
+from common import Json
 from common.process import progress
 from common.weights.checksums import Hasher
 
@@ -36,7 +37,7 @@ def write_tensors(
     """
     # The widest dtype first, so that each tensor begins at a multiple of its item size.
     ordered = sorted(tensors.items(), key=lambda item: (-item[1].itemsize, item[0]))
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    header: Json = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, tensor in ordered:
         begin = end

@@ -39,12 +39,8 @@ FORK = "fork.json"
 
 def parser() -> CommandParser:
     """Returns the command line."""
-    made = run_parser(
-        "rlhf fork",
-        __doc__ or "",
-        "RUN_DIR --step STEP [--set NAME=VALUE …] [--output DIR] [--prepare]",
-        _EPILOG,
-    )
+    usage = "RUN_DIR --step STEP [--set NAME=VALUE …] [--output DIR] [--prepare]"
+    made = run_parser("rlhf fork", __doc__, usage, _EPILOG)
     made.add_argument(
         "--step", type=positive, required=True, metavar="STEP", help="the last step in common"
     )

@@ -145,12 +145,8 @@ def _cells(counts: Counts) -> list[str]:
 
 def parser() -> CommandParser:
     """Returns the command line."""
-    made = run_parser(
-        "rlhf regrade",
-        __doc__ or "",
-        "RUN_DIR [--reward REWARD …] [--set NAME=VALUE …] [--gold FILE] [--show N]",
-        _EPILOG,
-    )
+    usage = "RUN_DIR [--reward REWARD …] [--set NAME=VALUE …] [--gold FILE] [--show N]"
+    made = run_parser("rlhf regrade", __doc__, usage, _EPILOG)
     made.add_argument(
         "--reward",
         nargs="+",

@@ -56,7 +56,8 @@ changed."""
 
 def parser() -> CommandParser:
     """Returns the command line."""
-    made = run_parser("rlhf why", __doc__ or "", "RUN_DIR [--metric NAME] [--step STEP]", _EPILOG)
+    usage = "RUN_DIR [--metric NAME] [--step STEP]"
+    made = run_parser("rlhf why", __doc__, usage, _EPILOG)
     made.add_argument("--metric", metavar="NAME", help="the number that jumps (default: any)")
     made.add_argument(
         "--step", type=positive, metavar="STEP", help="the step that is looked at (default: found)"
