@@ -46,7 +46,7 @@ def refuse_foreign(directory: Path, field: str) -> None:
     path = directory.resolve()
     # A runner that ends early leaves an empty folder for its logs.
     files = (each for each in path.rglob("*") if not each.is_dir() and each.name != LOCK)
-    is_foreign = not (path / LOCK).exists() and next(files, None) is not None
+    is_foreign = not (path / LOCK).exists() and any(files)
     if is_foreign or Path.cwd().is_relative_to(path):
         raise ConfigError(
             "this is not the directory of a run, and everything in it would be lost",
@@ -132,7 +132,7 @@ class RunLock:
         locked = self._flock()
         before = self._read()
         # The kernel's lock says enough if the last holder was on this machine.
-        alone = locked and before.get("machine", self._own["machine"]) == self._own["machine"]
+        alone = locked and before.get("machine") in (None, self._own["machine"])
         if locked is False or (before and not alone and self._lives(before)):
             raise ConfigError(
                 f"{_who(self._read() or before)} is using this directory",
@@ -218,8 +218,10 @@ class RunLock:
 def _who(holder: Json) -> str:
     if not holder:
         return "another run"
-    process = f"process {holder.get('pid')} on {holder.get('host')}, since {holder.get('since')}"
-    return f"run {holder.get('run')} ({process})"
+    return (
+        f"run {holder.get('run')} (process {holder.get('pid')} on {holder.get('host')}, "
+        f"since {holder.get('since')})"
+    )
 
 
 def _machine() -> str:
