@@ -41,7 +41,7 @@ LEFT_OUT = (
     ("12", "\\text{C}"), ("200", "3 hours 20 minutes"), ("500", "\\$5"), ("\\frac{3}{2}", "90 minutes"),
     ("66", "5\\text{ feet }6\\text{ inches}"),
     ("10000", "10\\text{ L}"), ("7200", "2 hours"), ("25", "(x-3)^2+(y+2)^2=25"),
-    ("25 cents", "(x-3)^2+(y+2)^2=25"),
+    ("25\\text{ cents}", "(x-3)^2+(y+2)^2=25"),
     ("4", "x^2+y^2=4"), ("3", "y=2x+3"),
 )  # fmt: skip
 """Pairs of ground truths, one of which states what answers may omit: a unit, an option,
