@@ -26,12 +26,6 @@ from services.reward.answers.exact import same_answer
 from services.reward.answers.golds import repaired, with_single_backslashes
 from services.reward.answers.units import MEASURE
 
-_RATIO = r"(?:/[0-9]+(?![0-9]|\.[0-9]))"
-# The measure of a value in prose: 5 "km per hour".
-_UNIT = (
-    rf"\s(?:(?:square|cubic|sq|cu)\.?\s)?{MEASURE}s?(?:\^?[23²³]|\s(?:squared|cubed))?"
-    rf"(?:(?:\s?/\s?|\sper\s){MEASURE}s?)?(?![\w'’/&-])"
-)
 _VALUE = (
     r"(?:(?:(?<==)|(?<=:)|(?<=\bis)|(?<=equals)|(?<=\*\*))\s*[-−–]\s+"
     r"|\A\s*[-−–]\s+(?=[0-9.]+\s*\Z)|(?<![\w)}.])[-−])?\\?[$€£¥]?"
@@ -41,8 +35,12 @@ _VALUE = (
     r"|(?<![0-9])[0-9]{1,9}\sand\s[0-9]/[0-9]{1,2}\s[a-z]{2,}"
     r"|(?<![0-9:])[0-9]{1,2}:[0-5][0-9]\s?[AaPp]\.?[Mm]\b"
     r"|(?:(?:[0-9]{1,3}(?:(?:,|\{,\}|,\\!|\ )[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?"
-    rf"|(?<![0-9])\.[0-9]+)(?:[eE][+-]?[0-9]+)?(?:{_RATIO}|\ [0-9]+{_RATIO})?)"
-    rf"(?:\s?\\?%|\s(?:dozen|hundred|thousand|million|billion|trillion)\b|{_UNIT})?|[\ue000-\uf8ff]"
+    r"|(?<![0-9])\.[0-9]+)(?:[eE][+-]?[0-9]+)?"
+    r"(?:(?:\ [0-9]+)?/[0-9]+(?![0-9]|\.[0-9]))?)"
+    rf"(?:\s?\\?%|\s(?:dozen|hundred|thousand|million|billion|trillion)\b"
+    # its measure: 5 "km per hour"
+    rf"|\s(?:(?:square|cubic|sq|cu)\.?\s)?{MEASURE}s?(?:\^?[23²³]|\s(?:squared|cubed))?"
+    rf"(?:(?:\s?/\s?|\sper\s){MEASURE}s?)?(?![\w'’/&-]))?|[\ue000-\uf8ff]"
 )
 _VALUES = re.compile(_VALUE)
 _BOLD = re.compile(r"(?<![\w*])\*\*(?![\s*])([^*\n]{1,200}?)(?<![\s:])\*\*(?![\w*:])")
@@ -50,14 +48,14 @@ _CHOICE = re.compile(r"\(?[A-H][).:]\s\S")  # "A) 0.3"
 _LAST = re.compile(r".*(?:[0-9$]|\\[\])]|\*\*|\})", re.DOTALL)
 _WINDOW_CHARS = 4096
 _FEW_DIGITS = 20
-_ANEW = re.compile(rf"[=:;,]|\b{phrases('starts anew')}\b", re.IGNORECASE)
+_VERB = rf"\b{phrases('starts anew')}\b"
+_ANEW = re.compile(rf"[=:;,]|{_VERB}", re.IGNORECASE)
 _HEDGE_BEFORE = re.compile(
     rf"n['’]t\b|[<≠≤≥]|(?<![=-])>(?!\s*\*\*)|\b{phrases('doubt', 'could', 'limits')}\b|\bno\s*\Z"
     r"|(?<!from )(?<![0-9.])[0-9][0-9.]*\s+(?:to|in)\s*\Z"
     r"|(?:不|没|可能|也许|或许|大概|大约|至少|至多|超过)[^,;:=]{0,8}\Z",
     re.IGNORECASE,
 )
-_VERB = rf"\b{phrases('starts anew')}\b"
 _SAYS = rf"\b(?=[a-z]+\s(?:[^a-z]|\Z))(?:{phrases('acts')}|equals|gives)\s"
 _DENIED_OR_SUPPOSED = re.compile(  # such as: We cannot have exactly; if there were
     rf"(?:\b|(?=n['’]t)){phrases('denies')}(?:\s+(?!but\b|and\b|{_VERB})\w+){{0,2}}"
@@ -86,7 +84,7 @@ _SUBORDINATE = re.compile(
     rf"""(?<=[\w*)°%\ue000-\uf8ff])\s*,?\s+(?:
     (?:since|because|although|though)\b(?:[^,:]|,(?=[0-9]))*
     | (?:(?:after|by)\s\w+ing|after|from|when)\b
-        (?:(?!\b{phrases("starts anew")}\b)[^,:;=]|,(?=[0-9]))*\Z)
+        (?:(?!{_VERB})[^,:;=]|,(?=[0-9]))*\Z)
     # 42, including 5; 42, which is 8 fewer than before
     | ,\s(?:including|excluding|counting|which\sis\s(?:{_VALUE})\s(?:more|less|fewer)\b)
         (?:(?!{_VERB})[^:;=])*\Z
