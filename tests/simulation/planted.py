@@ -561,9 +561,9 @@ _TAKEOVER = {
     "a volume that does not answer counts as a free directory": Bug(
         "common/process/run_lock.py",
         "        content = os.pread(self._file, _SIZE, 0)\n        try:\n"
-        "            found = json.loads(content)\n        except ValueError:\n",
-        "        try:\n            found = json.loads(os.pread(self._file, _SIZE, 0))\n"
-        "        except (OSError, ValueError):\n",
+        "            return dict(json.loads(content))\n        except (TypeError, ValueError):\n",
+        "        try:\n            return dict(json.loads(os.pread(self._file, _SIZE, 0)))\n"
+        "        except (OSError, TypeError, ValueError):\n",
     ),
     "a run that was taken over begins again": Bug(
         "common/process/current_run.py", "if run_id in self._ended:", "if False:"
