@@ -132,7 +132,8 @@ class RewardFunction(ABC):
         It may raise any exception: an error is not a zero.
 
         Args:
-            completions: each as a chat, `[{"role": "assistant", "content": text}]`.
+            completions: each as a chat, `[{"role": "assistant", "content": text}]`; the functions
+                of this package also take texts.
             kwargs: the data set's columns, each a list as long as `completions`: `ground_truth`,
                 `prompt` and the further columns of the rows. None stands where a row lacks a column
                 that others have.
@@ -209,8 +210,12 @@ class DetailedRewardFunction(RewardFunction):
         """Returns a score for each completion."""
 
 
-def text_of(completion: Sequence[Message]) -> str:
-    """Returns the text of a completion: its assistant messages, joined."""
+def text_of(completion: Sequence[Message] | str) -> str:
+    """Returns the text of a completion: its assistant messages, joined. A function that is called by
+    hand may get the text alone.
+    """
+    if isinstance(completion, str):
+        return completion
     own = [each for each in completion if each.get("role", "assistant") == "assistant"]
     return "".join(message["content"] for message in own)
 

@@ -29,6 +29,12 @@ def chats(*texts: str) -> list[list[dict[str, str]]]:
     return [[{"role": "assistant", "content": text}] for text in texts]
 
 
+def test_a_script_may_give_texts_instead_of_chats() -> None:
+    texts: Any = ["<answer>18</answer>", "18"]
+    function = FormatRewardFunction(required=[r"<answer>.*</answer>"])
+    assert function(texts) == function(chats(*texts)) == [1.0, 0.0]
+
+
 @pytest.mark.integration
 def test_math_in_a_script_is_exact_and_hangs_on_nothing() -> None:
     function = MathRewardFunction(timeout_s=1)
@@ -47,6 +53,8 @@ def test_math_in_a_script_is_exact_and_hangs_on_nothing() -> None:
         assert rewards[:3] == [1.0, 1.0, 1.0]
         assert math.isnan(rewards[3]), "an error is not a zero"
         assert rewards[4:] == [0.0, 0.0, 0.0]
+        plain: Any = ["\\boxed{18}", "\\boxed{17}"]
+        assert function(plain, ground_truth=["18", "18"]) == [1.0, 0.0]
         scores = function.scores(texts, ground_truth=golds)
         assert [score.status for score in scores] == [
             "ok",
