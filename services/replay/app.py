@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import partial
@@ -93,7 +94,8 @@ def create_replay_app(
     Without its lifespan the app still works in process, but nothing closes the store. Raises
     ConfigError when the store cannot be used.
     """
-    buffer = ReplayBuffer(config, state_dir / "replay" / "replay.db")
+    # Looked up now: a simulation replaces the clock after this module was imported.
+    buffer = ReplayBuffer(config, state_dir / "replay" / "replay.db", clock=time.monotonic)
     worker = Worker(buffer)
 
     @asynccontextmanager
