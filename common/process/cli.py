@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 
 from common.errors import ConfigError, ServiceError, did_you_mean
 from common.process.logs import log_exit_reason
+from common.process.storage import make_directory
 
 
 class CommandParser(argparse.ArgumentParser):
@@ -98,6 +99,19 @@ def _path(text: str) -> Path:
     if not text:
         raise ConfigError("it is empty", remedy="name a path, or leave it out")
     return Path(text)
+
+
+def output_file(text: str) -> Path:
+    """Parses the name of a file that will be written. Raises ConfigError where none can be."""
+    file = _path(text)
+    if file.is_dir() or not file.parent.is_dir():
+        raise ConfigError(
+            "this is a directory" if file.is_dir() else "there is no such directory",
+            value=text,
+            remedy="name a file in an existing directory",
+        )
+    make_directory(file.parent, "")
+    return file
 
 
 def positive(text: str) -> int:

@@ -16,7 +16,7 @@ InHelp = Annotated[_T, IN_HELP]
 def _named(value: object) -> object:
     # `Path("")` is the working directory.
     if value == "":
-        raise ValueError("it is empty: name a path, or leave it out")
+        raise Refused("it is empty", "name a path, or leave it out")
     return value
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 
 from common.process import watchdog
-from common.process.cli import CommandParser, positive, run
+from common.process.cli import CommandParser, output_file, positive, run
 from common.process.storage import storing
 from trainer.audit.comparison import STAGES, StageOutcome
 from trainer.audit.waits import waits_told
@@ -54,7 +54,7 @@ def parser() -> CommandParser:
     what.add_argument("--step", type=positive, metavar="STEP", help="the step to re-execute")
     what.add_argument(
         "--certify",
-        type=Path,
+        type=output_file,
         metavar="FILE",
         help="re-execute steps that --seed draws, and write a record of it",
     )
@@ -74,7 +74,7 @@ def parser() -> CommandParser:
         help="of episodes, take what the tools said from the record and do not call them",
     )
     made.add_argument(
-        "--json", type=Path, metavar="FILE", help="write the outcomes of --step there, too"
+        "--json", type=output_file, metavar="FILE", help="write the outcomes of --step there, too"
     )
     made.add_argument(
         "--stages",

@@ -13,9 +13,8 @@ from urllib.parse import urlsplit
 from common import Json
 from common.errors import ConfigError, shorten
 from common.models.hub import check_model
-from common.process.cli import CommandParser, positive, run
+from common.process.cli import CommandParser, output_file, positive, run
 from common.process.imports import heavy_imports
-from common.process.storage import make_directory
 from common.process.topology import refuse_cpu_build
 from common.prompts.templates import check_prompts
 from common.settings.config import from_mapping
@@ -155,7 +154,7 @@ def parser() -> CommandParser:
     )
     made.add_argument(
         "--output-file",
-        type=Path,
+        type=output_file,
         metavar="FILE",
         help="write figures, answers and differences as JSON",
     )
@@ -172,15 +171,6 @@ def main(argv: list[str] | None = None) -> None:
 def _compare(arguments: Namespace) -> None:
     """Checks the arguments before anything heavy is imported, then evaluates."""
     output: Path | None = arguments.output_file
-    if output is not None:
-        if output.is_dir() or not output.parent.is_dir():
-            raise ConfigError(
-                "this is a directory" if output.is_dir() else "there is no such directory",
-                field="--output-file",
-                value=str(output),
-                remedy="name a file in an existing directory",
-            )
-        make_directory(output.parent, "--output-file")
     data = _read_settings(arguments)
     _check_models(arguments)
     found = loader_of(data).load(arguments.split, arguments.num_samples)

@@ -12,7 +12,7 @@ import orjson
 
 from common import Json
 from common.errors import ServiceError
-from common.process.cli import CommandParser, run
+from common.process.cli import CommandParser, output_file, run
 from common.process.storage import storing
 from trainer.cli.commands import run_parser
 from trainer.cli.compare import recorded_evaluations
@@ -64,7 +64,10 @@ def parser() -> CommandParser:
     """Returns the command line."""
     made = run_parser("rlhf report", __doc__, "RUN_DIR [--output FILE]", _EPILOG)
     made.add_argument(
-        "--output", type=Path, metavar="FILE", help="where to write (default RUN_DIR/report.html)"
+        "--output",
+        type=output_file,
+        metavar="FILE",
+        help="where to write (default RUN_DIR/report.html)",
     )
     return made
 

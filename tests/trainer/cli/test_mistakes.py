@@ -250,7 +250,6 @@ MISTAKES = [
         "--output-dir FOLDER --dataset tiny --model BASE",
         "--output-dir|continue it|resume_from_checkpoint is --resume here",
     ),
-    ("evaluate_model", "--model x --output-file FOLDER", "--output-file|this is a directory"),
     (
         "train_math",
         "--output-dir /proc/x --dataset tiny",
@@ -272,7 +271,6 @@ MISTAKES = [
     ("evaluate_model", "--model x --k 0", "--k|'0'|above 0"),
     ("evaluate_model", "--model x --temperature 0", "--temperature|0.0|greater than 0"),
     ("evaluate_model", "--model x --output-file /proc/r.json", "--output-file|/proc|name a"),
-    ("evaluate_model", "--model x --output-file /no/r.json", "--output-file|/no/r.json"),
     (
         "evaluate_model",
         "--model .cache/tiny-base --api-key-env KEY",
@@ -336,6 +334,19 @@ MISTAKES = [
         "--set optimizer.learning_rate|-1|greater than 0",
     ),
     ("fork", "FOLDER/ended --step 4 --set trainer.max_steps=4", "trainer.max_steps|4|above 4"),
+    *(
+        (program, f"{words} {path}", f"{words.split()[-1]}|{path}|{told}|name a file in an existing")
+        for program, words in (
+            ("evaluate_model", "--model x --output-file"),
+            ("report", "FOLDER/ended --output"),
+            ("replay", "FOLDER/audited --step 1 --json"),
+            ("replay", "FOLDER/audited --seed a --certify"),
+        )
+        for path, told in (
+            ("FOLDER", "this is a directory"),
+            ("/no/r.json", "there is no such directory"),
+        )
+    ),
     *(
         (program, f"{words}=", f"{words.split()[-1]}|it is empty|name a path")
         for program, words in (
