@@ -211,8 +211,9 @@ class DetailedRewardFunction(RewardFunction):
 
 
 def text_of(completion: Sequence[Message] | str) -> str:
-    """Returns the text of a completion: its assistant messages, joined. A function that is called by
-    hand may get the text alone.
+    """Returns the text of a completion: its assistant messages, joined.
+
+    A function that is called by hand may get the text alone.
     """
     if isinstance(completion, str):
         return completion

@@ -335,7 +335,11 @@ MISTAKES = [
     ),
     ("fork", "FOLDER/ended --step 4 --set trainer.max_steps=4", "trainer.max_steps|4|above 4"),
     *(
-        (program, f"{words} {path}", f"{words.split()[-1]}|{path}|{told}|name a file in an existing")
+        (
+            program,
+            f"{words} {path}",
+            f"{words.split()[-1]}|{path}|{told}|name a file in an existing",
+        )
         for program, words in (
             ("evaluate_model", "--model x --output-file"),
             ("report", "FOLDER/ended --output"),
