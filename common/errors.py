@@ -112,12 +112,14 @@ class ServiceError(Exception):
 
 
 class Refused(ValueError):
-    """Why a validator of pydantic refuses a value: the reason is the text, and the remedy stands
-    beside it. A validator that sees several settings says which one is to change: `setting`.
+    """Why a validator of pydantic refuses a value, and the remedy; the text has both, for scripts
+    that make a section themselves. A validator that sees several settings says which one is to
+    change: `setting`.
     """
 
     def __init__(self, reason: str, remedy: str, setting: str | None = None) -> None:
-        super().__init__(reason)
+        super().__init__(f"{reason}: {remedy}")
+        self.reason = reason
         self.remedy = remedy
         self.setting = setting
 

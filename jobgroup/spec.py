@@ -291,7 +291,7 @@ def _validated(model: type[_M], content: Any, where: str) -> _M:
         remedy = f"{hint} the known fields are {', '.join(model.model_fields)}".strip()
     else:
         wrong = explained(first)
-        message = str(wrong)
+        message = wrong.reason
         remedy = wrong.remedy
     raise ConfigError(message, field=field, value=value, remedy=remedy)
 

@@ -227,7 +227,7 @@ def from_validation(error: ValidationError) -> ConfigError:
     # A whole section explains nothing and might hold a credential.
     is_section = isinstance(first["input"], dict | BaseModel)
     value = None if is_section else shorten(first["input"])
-    return ConfigError(str(wrong), field=field, value=value, remedy=wrong.remedy)
+    return ConfigError(wrong.reason, field=field, value=value, remedy=wrong.remedy)
 
 
 def _reward_arguments() -> Iterator[str]:

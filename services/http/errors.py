@@ -82,7 +82,7 @@ def _invalid(wrong: Mapping[str, Any]) -> ServiceError:
         )
     refused = explained(wrong)
     return InvalidInput(
-        str(refused),
+        refused.reason,
         field=where,
         value=wrong.get("input"),
         remedy=f"{refused.remedy}; the fields are described at /docs",

@@ -686,4 +686,6 @@ def _named(problem: Given, config: str) -> ConfigError:
             or f"the fields are {', '.join(fields)}",
         )
     wrong = explained(problem)
-    return ConfigError(str(wrong), field=name, value=shorten(problem["input"]), remedy=wrong.remedy)
+    return ConfigError(
+        wrong.reason, field=name, value=shorten(problem["input"]), remedy=wrong.remedy
+    )

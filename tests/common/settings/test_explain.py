@@ -37,6 +37,6 @@ def test_every_kind_of_mistake_has_a_remedy(
     with pytest.raises(ValidationError) as caught:
         TypeAdapter(kind).validate_python(given)
     told = explained(caught.value.errors()[0])
-    assert message in str(told)
+    assert message in told.reason
     assert remedy in told.remedy
-    assert "after validation" not in f"{told}{told.remedy}"
+    assert "after validation" not in str(told)
