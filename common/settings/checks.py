@@ -8,7 +8,7 @@ from common.errors import Refused
 from common.settings.algorithm import LOSSES, TURN_ADVANTAGES, AlgorithmSection, preset
 from common.settings.lr_schedules import Conflict, wrong_arguments
 from common.settings.rewards import JudgeReward, ModelReward, OwnReward
-from common.settings.sections import MAX_KEPT
+from common.settings.sections import DATA_PARALLEL, MAX_KEPT
 from common.settings.settings import Settings
 
 # Settings that apply to single completions and not to episodes.
@@ -229,8 +229,9 @@ def _engine_args(config: Settings) -> Iterator[Conflict]:
     distributed = config.trainer.weight_sync == "distributed"
     yield (
         distributed and rollout.copies_per_engine > 1,
-        f"{{rollout.engine_args!}} makes {rollout.copies_per_engine} copies of the model in one "
-        "engine, but with {trainer.weight_sync} such an engine takes no weights",
+        f"{{rollout.engine_args!}} has {next(iter(given.intersection(DATA_PARALLEL)), '')}, "
+        "but with {trainer.weight_sync} an engine that has several copies of the model takes no "
+        "weights",
         "leave it out, since the router already shares requests among engines, add "
         "--enable-dp-attention, or set trainer.weight_sync http",
     )

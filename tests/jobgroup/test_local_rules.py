@@ -68,7 +68,7 @@ def a_group(draw: random.Random) -> JobGroup:
 # ---------------------------------------------------------------- GPUs and addresses
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", range(20))
 def test_gpus_are_dealt_in_turn_and_shared_only_when_there_are_too_few(seed: int) -> None:
     draw = random.Random(seed)
     tasks = a_group(draw).tasks
@@ -143,7 +143,7 @@ def test_the_gpus_are_those_that_this_process_may_use(monkeypatch: pytest.Monkey
     assert placement.gpus_of_machine() == ["0", "1"]
 
 
-@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize("seed", range(15))
 def test_a_node_sees_its_pod_and_what_is_nearest_to_it_counts(
     seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -55,7 +55,7 @@ class Service(httpx.AsyncBaseTransport):
         return answer
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", range(20))
 def test_a_call_is_repeated_only_where_that_may_help_and_each_time_the_same(seed: int) -> None:
     draw = random.Random(seed)
     statuses = [*REPEATED, 500, 400, 401, 404, 409, 422, 413, 200, 201, 204, 299, 300, 302, 199]
@@ -182,7 +182,7 @@ def test_seconds_of_retry_after(text: str, seconds: float) -> None:
 # ---------------------------------------------------------------- health
 
 
-@pytest.mark.parametrize("seed", range(25))
+@pytest.mark.parametrize("seed", range(15))
 def test_whoever_waits_hears_of_every_service_and_waits_while_they_get_on(seed: int) -> None:
     """Services become healthy after some looks; one may hang, or say that it is lost."""
     draw = random.Random(seed)
@@ -420,7 +420,7 @@ def test_errors_of_the_router_by_their_code(status: int, code: str, repeated: bo
     assert client._is_retryable(Reply(status, {})) is (status in REPEATED)
 
 
-@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize("seed", range(15))
 async def test_an_engine_is_removed_once_and_whoever_removed_it(seed: int) -> None:
     draw = random.Random(seed)
     names = draw.sample("abcdef", draw.randint(0, 5))
@@ -454,7 +454,7 @@ async def test_an_engine_is_removed_once_and_whoever_removed_it(seed: int) -> No
 LOADS = {"num_running_reqs": 0, "num_waiting_reqs": 0, "num_used_tokens": 0}
 
 
-@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize("seed", range(15))
 async def test_engines_are_those_that_the_router_lists_now(seed: int) -> None:
     """By looks: who was asked, whether one of them is silent, and how often one has got on."""
     draw = random.Random(seed)
@@ -645,7 +645,7 @@ class Answer:
         self.released += 1
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", range(20))
 async def test_an_answer_is_read_whole_into_memory_or_a_file(
     seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

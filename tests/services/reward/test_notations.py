@@ -214,7 +214,7 @@ def test_random_computations_earn_nothing() -> None:
         ("The probability is 2/3.", "2/3"),
         ("The probability is \\frac{2}{3}.", "\\frac{2}{3}"),
         ("So he has $14{,}916$.", "14{,}916"),
-        ("It took 3 1/2 hours.", "3 1/2"),
+        ("It took 3 1/2 hours.", "3 1/2 hours"),
         ("That makes 5 million.", "5 million"),
         ("The area is $2\\sqrt{3}$.", "2\\sqrt{3}"),
         ("The area is 3√2.", "3√2"),
