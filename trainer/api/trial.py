@@ -8,6 +8,7 @@ from common.process.loop_thread import LoopThread
 from common.settings.sections import RewardSection
 from common.wire.schemas import Prompt
 from services.reward.functions import RewardFunction
+from services.reward.functions.base import WrongScores
 from services.reward.hosts import ThreadHost
 from services.reward.pool import CallFailed
 from trainer.rollouts.trial import TRIAL_S, failed_trial, made_up, warn_of_slow
@@ -40,7 +41,7 @@ async def _try_function(function: RewardFunction, prompt: Prompt, settings: Rewa
             warn_of_slow(f"{name}: {error}")
             return
         cause = error.__cause__
-        if isinstance(cause, InvalidInput):
+        if isinstance(cause, InvalidInput) and not isinstance(cause, WrongScores):
             raise ConfigError(
                 f"{name} cannot grade answers to {prompt.id}: {cause.message}",
                 field="train_dataset",
