@@ -123,7 +123,8 @@ def _config(
         "sampling.max_new_tokens": 8,
         "rollout.engine": "embedded",
         "rollout.max_context_tokens": 256,
-        "limits.max_failed_groups": 1000,
+        # An agent is down for up to 20 s, and a group of it fails within 10 ms.
+        "limits.max_failed_groups": 10_000,
         "limits.service_timeout_s": 240,
         **dict(more),
     }
