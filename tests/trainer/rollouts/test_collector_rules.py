@@ -23,7 +23,7 @@ from trainer.rollouts.prompt_cursor import MAX_TRIES, DrawnPrompt, PromptCursor,
 EPOCH = 11
 UNSOLVABLE = "p4"
 LIMIT_S = 3000.0
-"""Of the virtual clock; what takes longer never ends."""
+"""Seconds of the virtual clock after which a wait counts as one without an end."""
 
 
 class Data:
