@@ -107,7 +107,7 @@ def main(argv: list[str] | None = None) -> None:
     if arguments.certify:
         if not arguments.seed:
             made.error("the following arguments are required: --seed")
-        from trainer.audit.certify import certify  # torch: slow to import
+        from trainer.audit.certify import certify
 
         more = ["--recorded-tools"] if arguments.recorded_tools else []
         raise SystemExit(

@@ -15,9 +15,7 @@ from common.errors import ConfigError
 from common.process.storage import storing
 from common.weights.checksums import checksum
 from trainer.audit.comparison import StageOutcome
-from trainer.observe.audit import AuditRecord
 from trainer.observe.run_dir import AUDIT, damaged
-from trainer.policy.checkpoint import newest
 
 _WEIGHTS = ("*.safetensors", "config.json")
 
@@ -77,6 +75,10 @@ def certify(run_dir: Path, seed: str, count: int, output: Path, more: Sequence[s
 
     Raises ConfigError for a checkpoint that is missing, and for a step that cannot be executed.
     """
+    # torch: slow to import, and whoever checks a certificate need not have it.
+    from trainer.observe.audit import AuditRecord
+    from trainer.policy.checkpoint import newest
+
     record = AuditRecord(run_dir)
     steps = drawn_steps(seed, count, record.last_step)
     published = newest(run_dir / "checkpoints")

@@ -346,8 +346,8 @@ def test_a_certificate_has_what_came_out(
         outcomes.append(found)
         Path(written).write_bytes(msgspec.json.encode(found))
 
-    monkeypatch.setattr(certify, "AuditRecord", lambda given: SimpleNamespace(last_step=last))
-    monkeypatch.setattr(certify, "newest", lambda folder: published)
+    monkeypatch.setattr("trainer.observe.audit.AuditRecord", lambda given: SimpleNamespace(last_step=last))
+    monkeypatch.setattr("trainer.policy.checkpoint.newest", lambda folder: published)
     monkeypatch.setattr(subprocess, "run", run)
     output = tmp_path / "certificate.json"
     status = certify.certify(run_dir, "mine", count, output=output, more=["--recorded-tools"])
@@ -398,12 +398,12 @@ def test_a_certificate_has_what_came_out(
 def test_what_cannot_be_executed_has_no_certificate(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(certify, "AuditRecord", lambda given: SimpleNamespace(last_step=2))
-    monkeypatch.setattr(certify, "newest", lambda folder: None)
+    monkeypatch.setattr("trainer.observe.audit.AuditRecord", lambda given: SimpleNamespace(last_step=2))
+    monkeypatch.setattr("trainer.policy.checkpoint.newest", lambda folder: None)
     output = tmp_path / "file"
     with raises(ConfigError, field="trainer.run_dir"):
         certify.certify(tmp_path, "a", 1, output=output, more=[])
-    monkeypatch.setattr(certify, "newest", lambda folder: tmp_path / "step_000002")
+    monkeypatch.setattr("trainer.policy.checkpoint.newest", lambda folder: tmp_path / "step_000002")
     monkeypatch.setattr(subprocess, "run", lambda words, check: None)
     with raises(ConfigError, field="RUN_DIR", value=str(tmp_path)):
         certify.certify(tmp_path, "a", 1, output=output, more=[])

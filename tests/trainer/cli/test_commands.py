@@ -336,13 +336,14 @@ def test_an_error_is_one_line_and_status_2(words: tuple[str, ...], message: str)
     assert "Traceback" not in done.stderr
 
 
-def test_help_teaches_and_does_not_wait_for_torch() -> None:
+def test_help_and_a_certificate_do_not_wait_for_torch() -> None:
     for name, word in (("train_math", "train"), ("evaluate_model", "eval")):
         done = command(f"trainer.{name}", "--help")
         assert done.returncode == 0
         assert "examples:" in done.stdout
         assert f"rlhf {word} --model" in done.stdout
-    code = "import sys, trainer, trainer.train_math, trainer.evaluate_model; print('torch' in sys.modules)"
+    programs = "trainer, trainer.train_math, trainer.evaluate_model, trainer.audit.certify"
+    code = f"import sys, {programs}; print('torch' in sys.modules)"
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
     )
