@@ -88,6 +88,8 @@ class Facts(BaseModel):
     """Settings by name, such as `trainer.batch_size`."""
     steps: list[Json] = []
     """The newest lines of `metrics.jsonl`."""
+    unread: str = ""
+    """Why there are none, although the file is not empty."""
     groups: list[Json] = []
     """The prompts of the newest lines of `groups.jsonl`."""
     lines: list[LogLine] = []

@@ -45,7 +45,7 @@ def first_line(facts: Facts, findings: Sequence[Finding]) -> str:
         "starting": f"starting for {ago}, {steps}; no fault is known",
         "ended": f"ended: {steps}; nothing says why",
         "killed": f"killed: {steps}",
-        "empty": "empty: no run has started here",
+        "empty": f"empty: {facts.unread or 'no run has started here'}",
     }[facts.state]
 
 

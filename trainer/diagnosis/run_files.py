@@ -20,7 +20,7 @@ from trainer.diagnosis.logs import last_start, log_files, read_log
 from trainer.diagnosis.report import JSON_FILE
 from trainer.observe.group_files import LINES
 from trainer.observe.jsonl import last_steps
-from trainer.observe.run_dir import ATTEMPTS, known_settings, no_run
+from trainer.observe.run_dir import ATTEMPTS, has_step, known_settings, no_run
 
 TOPOLOGY = "topology.json"
 API_TOKEN_FILE = "api_token"  # noqa: S105
@@ -94,6 +94,8 @@ def read_facts(run_dir: Path, logs: Path | None = None) -> Facts:
         holder=holder,
         versions=known.get("versions") or {},
     )
+    if not facts.steps and has_step(run_dir):
+        facts.unread = "no line of metrics.jsonl can be read; restore it from a copy"
     groups = [holder_of(folder / LOCK)[1] for folder in folders if (folder / LOCK).exists()]
     group_lives = any(groups)
     facts.restarts = group_lives if groups else None

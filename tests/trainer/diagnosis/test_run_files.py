@@ -89,6 +89,8 @@ def told(text: str, code: str, **fields: str) -> LogLine:
 def test_a_run_that_ended_well_is_finished(tmp_path: Path) -> None:
     assert says(make_run(tmp_path / "run", 60)) == "finished: step 60 of 60; nothing is wrong"
     assert says(tmp_path) == "empty: no run has started here"
+    (tmp_path / "metrics.jsonl").write_bytes(b"\xe2\x28\n{}\n")
+    assert says(tmp_path).startswith("empty: no line of metrics.jsonl can be read")
 
 
 def test_a_position_that_comes_again_after_many_steps_is_found(tmp_path: Path) -> None:
