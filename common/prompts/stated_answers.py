@@ -160,6 +160,9 @@ _DENIED_LABEL = re.compile(
 _OPENING = re.compile(
     r"(?:```[a-z]*\n|`(?!`\w)|[\s*_)\]}:#]|={3,}|-{3,}|(?<=\n)>|(?<=\n\s)>|[\"'](?=[\s*:]))*"
 )
+# A list after a label, and one of its items.
+_ITEM = r"[ \t]*(?:[-*•]|[0-9]{1,2}[.)])[ \t]+(\S[^\n]*)"
+_LIST = re.compile(rf"[\s*_]*\n(?:{_ITEM}(?:\n+|\Z))+")
 _FILLER = re.compile(rf"(?:(?:{phrases('filler')}\b|[≈:])[\s,:]*)*", re.IGNORECASE)
 _RESTATED = re.compile(rf".*(?:\b{phrases('restates')}\b|=)\s*(?={_VALUE})", re.DOTALL)
 _INSTEAD = re.compile(
@@ -239,7 +242,7 @@ def stated_answer(text: str) -> str | None:
         elif mark.kind in ("json", "tag"):
             content = content.replace("\\\\", "\\") if mark.kind == "json" else content
             answer = stated_answer(content)
-            answer = clean(content) if answer is None else answer
+            answer = clean(_without_marks(content)) if answer is None else answer
         elif mark.kind == "line":
             answer = _line(text[mark.end : mark.end + 2 * MAX_ANSWER_CHARS], alone=len(marks) == 1)
         elif mark.kind in ("label", "case"):
@@ -403,7 +406,7 @@ def _labelled(text: str, label: Mark, words: bool) -> str | None:
         return ""
 
     rest = text[label.end : label.end + 2 * MAX_ANSWER_CHARS]
-    sentence, formulas = masked(_OPENING.sub("", rest, count=1))
+    sentence, formulas = masked(_OPENING.sub("", _without_marks(rest), count=1))
     end = SENTENCE_END.search(sentence)
     if end:
         is_asked = end.group() == "?" and re.match(rf"[\"'“‘«„]?{_VALUE}", sentence)
@@ -423,6 +426,13 @@ def _labelled(text: str, label: Mark, words: bool) -> str | None:
             return clean(unmasked(sentence, formulas)) or None if is_answer else None
         sentence = sentence[restated.end() :]
     return _shortened(sentence, formulas)
+
+
+def _without_marks(text: str) -> str:
+    """Returns the items of a list that a text begins with, joined; any other text as it is."""
+    found = _LIST.match(text)
+    items = re.findall(rf"\n{_ITEM}", found.group()) if found else ()
+    return ", ".join(map(clean, items)) or text
 
 
 def _shortened(sentence: str, formulas: list[str]) -> str | None:

@@ -44,7 +44,13 @@ def quantity(text: str) -> tuple[Fraction, Unit | None, bool] | None:
     Returns None for any other text, and for a number that takes long to compute.
     """
     part = tokens(text)
-    if ":" in text or len(part) > _MAX_TOKENS or not any(token.kind == "num" for token in part):
+    # A ratio; 9 (3 x 3), which is no product.
+    if (
+        ":" in text
+        or " (" in text
+        or len(part) > _MAX_TOKENS
+        or not any(token.kind == "num" for token in part)
+    ):
         return None
     try:
         value = read_value(part)
@@ -56,8 +62,8 @@ def quantity(text: str) -> tuple[Fraction, Unit | None, bool] | None:
 
 
 def _rational(node: Expression) -> Fraction:
-    """Returns the value of a number, a quotient of two, or a number times a power of ten. Raises
-    NotUnderstood for any other expression.
+    """Returns the value of numbers, joined by + - * /, and of powers of ten. Raises NotUnderstood
+    for any other expression.
     """
     match node:
         case Number(value):
@@ -68,6 +74,10 @@ def _rational(node: Expression) -> Fraction:
             return _rational(above) / _rational(below)
         case Operation("*", (one, other)):
             return _rational(one) * _rational(other)
+        case Operation("+", (one, other)):
+            return _rational(one) + _rational(other)
+        case Operation("-", (one, other)):
+            return _rational(one) - _rational(other)
         case Operation("^", (Number(10), power)):
             exponent = _rational(power)
             if exponent.denominator == 1 and abs(exponent) <= _MAX_EXPONENT:

@@ -22,7 +22,7 @@ from common.prompts.stated_answers import (
     stated_answer,
     unmasked,
 )
-from services.reward.answers.exact import same_answer
+from services.reward.answers.exact import quantity, same_answer
 from services.reward.answers.golds import repaired, with_single_backslashes
 from services.reward.answers.units import MEASURE
 
@@ -131,6 +131,8 @@ _CIRCUMSTANCES = re.compile(
         |[,:](?=[0-9])){{0,200}}\Z""",
     re.IGNORECASE | re.VERBOSE,
 )
+# A value and what it is computed from: "$18 (9 * 2)"
+_COMPUTATION = re.compile(rf"({_VALUE})\s\(([0-9$][^()=]{{1,80}})\)")
 # "3 + " of a computation without its value
 _UNFINISHED = re.compile(r"(?:(?:[0-9)]|\b[a-z])\s[-−–]|[0-9a-z)²³]\s[+*×÷/]|[0-9]\sx)\s\Z")
 _ITEM = rf"(?:[A-Za-z]\s?=\s?)?(?:{_VALUE})"
@@ -140,6 +142,11 @@ _LISTED = re.compile(
     ((?:{_ITEM}\s*(?:[,;]\s+|(?<=\s))(?:(?:or|and|oder|und|o|y|ou|et|e|или|и)\s+)?){{1,20}}
     {_ITEM})\Z""",
     re.VERBOSE,
+)
+# The lines of a list of values, each with its mark.
+_LINE = re.compile(rf"\n\s{{0,8}}[-*•]\s(?:\*\*)?({_ITEM})")
+_LINES = re.compile(
+    rf"(?:\n\s{{0,8}}[-*•]\s(?:\*\*)?{_ITEM}(?:\*\*)?[.,;]?\s{{0,8}}(?=\n|\Z)){{1,20}}"
 )
 _MONTH = rf"(?:{'|'.join(filter(None, (*calendar.month_name, *calendar.month_abbr)))})\b\.?"
 # A tuple, a date, or 1 hour and 30 minutes: its numbers are no answers by themselves.
@@ -246,6 +253,7 @@ def last_value(text: str) -> str | None:
     window, formulas = masked(text[max(0, last.end() - _WINDOW_CHARS) : last.end() + 100])
     if _REFUSED.search(window):
         return None
+    window = _LINES.sub(lambda found: f": {', '.join(_LINE.findall(found[0]))}\n", window)
     window = window.replace("?", " ?. ")  # the mark of a question stays in its sentence
     for sentence in reversed(SENTENCE_END.split(window)):
         if _ASKS.search(sentence):
@@ -279,8 +287,18 @@ def _asserted(sentence: str, end: int) -> list[re.Match[str]]:
     shown = sentence
     for aside in (NOTE, _SUBORDINATE):
         shown = aside.sub(lambda match: " " * len(match.group()), shown)
+    shown = _COMPUTATION.sub(_without_computation, shown)
     shown = _CIRCUMSTANCES.sub(lambda found: found["value"].ljust(len(found.group())), shown)
     return list(_VALUES.finditer(shown, 0, end))
+
+
+def _without_computation(found: re.Match[str]) -> str:
+    """Returns the value of "18 (9 * 2)", and 3 (4 + 5) as it is: that is a product."""
+    value, note = (
+        quantity(re.sub(r"\bx\b", "*", part.replace("$", ""))) for part in found.groups()
+    )
+    is_explained = value and note and value[0] == note[0]
+    return found[1].ljust(len(found.group())) if is_explained else found.group()
 
 
 def _value_in_context(value: re.Match[str], formulas: list[str]) -> str | None:

@@ -313,10 +313,12 @@ def _clock(part: Tokens, _: ReadPart) -> Reading | None:
 def _annotated(part: Tokens, read_part: ReadPart) -> Reading | None:
     """Reads an answer without the note in parentheses after it: 8 (in simplest form), 3 (three)."""
     found = matched(r"(?P<head>.+) (?P<mark>\() (?P<note>[^()]+) \)", part)
-    if found is None or not found["mark"][0].spaced or found["note"][0].kind != "word":
+    if found is None or not found["mark"][0].spaced:
         return None
     head = found["head"]
     note = found["note"]
+    if note[0].kind != "word":
+        return _computed(head, note)
     if head[-1].kind == "num" and read_unit(note):
         return read_value((*head, *note))
     if not any(len(token.text) > 3 for token in note):
@@ -328,6 +330,23 @@ def _annotated(part: Tokens, read_part: ReadPart) -> Reading | None:
     if not isinstance(value, Value) or not isinstance(main, Value):
         raise NotUnderstood
     return main if same_values(main, value) else Untrue()
+
+
+def _computed(head: Tokens, note: Tokens) -> Value | None:
+    """Reads 9 (3 x 3), 1 hour (60 minutes) and 1/2 (50%): a number with what it is equal to.
+    Returns None for a product, such as 2 (3 + 4).
+    """
+    note = tuple(Token("op", "\\times") if token.text == "x" else token for token in note)
+    with suppress(NotUnderstood):
+        main = read_value(head)
+        if note[-1].text == "%" and main.unit is None:
+            note = (*note[:-1], Token("op", "/"), Token("num", "100"))
+        value = read_value(note)
+        if value.unit is None:  # 9 apples (3 x 3)
+            value = Value(value.node, main.unit, value.source)
+        is_number = main.node is not None and written_out(main.node)
+        return main if is_number and same_values(main, value) else None
+    return None
 
 
 def _mixed_units(part: Tokens, _: ReadPart) -> Reading | None:

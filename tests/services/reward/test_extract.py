@@ -1,5 +1,6 @@
 """Extraction and exact comparison on hand-made and random text."""
 
+import random
 import time
 from fractions import Fraction
 
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 from common.prompts.stated_answers import MAX_ANSWER_CHARS, clean
 from services.reward.answers.exact import quantity, same_answer
 from services.reward.answers.extract import extract_answer, gold_answer
+from tests.support.services.verdicts import graded
 
 PIECES = st.sampled_from(
     ["\\boxed{", "\\fbox{", "{", "}", "\\{", "\\\\", "####", "\n", "<think>", "</think>", "\\frac", "$", "1,080", "-", ".", "%",
@@ -45,6 +47,47 @@ PIECES = st.sampled_from(
 )
 def test_extract_answer(response: str, answer: str | None) -> None:
     assert extract_answer(response) == answer
+
+
+_LABELS = (
+    "Answer:",
+    "## Answer\n",
+    "**Final Answer:**",
+    "So the answers are:",
+    "The roots are:",
+    "<answer>",
+)
+
+
+@pytest.mark.parametrize("label", _LABELS)
+@pytest.mark.parametrize("mark", ["-", "*", "•"])
+@pytest.mark.parametrize("item", ["{}", "x = {}", "${}$", "**{}**", "{}."])
+def test_the_lines_of_a_list_are_one_answer(label: str, mark: str, item: str) -> None:
+    for values in ([5], [5, 7], [7, 5, 11]):
+        lines = "".join(f"\n{mark} {item.format(value)}" for value in values)
+        text = f"We solve 3 equations.\n{label}{lines}" + ("\n</answer>" if "<" in label else "")
+        said = f"{text!r}: {extract_answer(text)!r}"
+        assert graded(", ".join(map(str, sorted(values))), text) == "right", said
+        for other in (*values[len(values) == 1 :], -values[0]):  # a part, and its mark as a sign
+            assert graded(str(other), text) != "right", said
+
+
+@pytest.mark.parametrize(
+    "template", ["Answer: {}", "#### {}", "\\boxed{{{}}}", "So she pays {} then."]
+)
+@pytest.mark.parametrize("sign", ["*", "+", "-", "/", "x"])
+def test_a_computation_after_its_value_is_a_note(template: str, sign: str) -> None:
+    rng = random.Random(f"{template} {sign}")
+    for _ in range(10):
+        b = rng.randint(2, 9)
+        a = b * rng.randint(2, 9)
+        value = {"*": a * b, "x": a * b, "+": a + b, "-": a - b, "/": a // b}[sign]
+        text = template.format(f"{value} ({a} {sign} {b})")
+        assert graded(str(value), text) == "right", text
+        assert graded(str(value + 1), text) != "right", text
+        # It is not a computation of the value, and may be a factor.
+        text = template.format(f"{value + 1} ({a} {sign} {b})")
+        assert graded(str(value), text) != "right", text
 
 
 @pytest.mark.parametrize("gold", ["", "  ", "$", ".", "****", "x" * (MAX_ANSWER_CHARS + 1)])
@@ -141,6 +184,11 @@ def test_integers_are_equal_exactly_when_they_are(value: int, more: int) -> None
         "5 or ",
         "```\\boxed{1}",
         "<!--",
+        "\n- 1",
+        "\n* ",
+        "Answer:\n- 1\n",
+        "1 (9 * 2) ",
+        "1 (2",
     ],
 )
 def test_long_repetitive_text_is_read_in_linear_time(piece: str) -> None:
