@@ -307,6 +307,10 @@ def simulated(seed: int) -> Iterator[VirtualLoop]:
     random.seed(seed)
     is_collected = gc.isenabled()
     gc.disable()  # one collection at the end is enough
+    if is_collected:
+        # It need not look at what other tests have left and imported.
+        gc.collect()
+        gc.freeze()
     with (
         patch.object(time, "monotonic", lambda: loop.now + 1000.0),
         patch.object(time, "perf_counter", lambda: loop.now + 1000.0),
