@@ -5,7 +5,7 @@ Every step takes time linear in the length of any text: responses are untrusted.
 """
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import islice
 from operator import attrgetter
 from typing import NamedTuple
@@ -16,6 +16,7 @@ from common.prompts.phrases import phrases
 # Longer answers are ignored, because cutting one could turn it into another answer.
 MAX_ANSWER_CHARS = 1024
 _CONTEXT_CHARS = 500  # text around a mark that is read for its meaning
+_MAX_ITEM_CHARS = 200  # a longer line of a list is a statement
 _MAX_LABELS = 16  # statements that are read, from the last one backwards
 _MAX_QUESTIONS = 8  # headings that are tried
 FIRST_MASK = 0xE000  # the private characters that stand for formulas
@@ -101,7 +102,7 @@ _FORMULA = re.compile(
     re.DOTALL | re.VERBOSE,
 )
 SENTENCE_END = re.compile(
-    r"""(?<!\bsq)(?<!\bcu)(?<!i\.e)(?<!e\.g)[.?](?=[\s*_"')”’»」]|$)
+    r"""(?<!\bsq)(?<!\bcu)(?<!i\.e)(?<!e\.g)(?<!\b[MD]r)(?<!\bMrs)(?<!\bMs)[.?](?=[\s*_"')”’»」]|$)
     | !(?=[\s*_"')]*(?:\n|$|\s[A-Z])) | [\n。।]""",
     re.VERBOSE,
 )
@@ -160,9 +161,32 @@ _DENIED_LABEL = re.compile(
 _OPENING = re.compile(
     r"(?:```[a-z]*\n|`(?!`\w)|[\s*_)\]}:#]|={3,}|-{3,}|(?<=\n)>|(?<=\n\s)>|[\"'](?=[\s*:]))*"
 )
-# A list after a label, and one of its items.
-_ITEM = r"[ \t]*(?:[-*•]|[0-9]{1,2}[.)])[ \t]+(\S[^\n]*)"
-_LIST = re.compile(rf"[\s*_]*\n(?:{_ITEM}(?:\n+|\Z))+")
+# The lines of a list after a label, and what a line says.
+LINE = r"[ \t]*(?:[-–*•・]|[0-9]{1,2}[.)]|\([a-h1-9]\))[ \t]+(\S[^\n]*)"
+_LIST = re.compile(rf"[\s*_]*\n(?:{LINE}(?:\n+|\Z))+")
+_RULED_OUT = re.compile(
+    r"[✗✘❌]|\([^()]*\b(?:extraneous|reject|rejected|invalid|discarded)\b", re.IGNORECASE
+)
+_FORMULA_PART = r"(?:[^=:A-Za-z]|(?<![A-Za-z])[A-Za-z](?![A-Za-z]))"
+# An item that is a value, with a name or a unit: "x = 3", "5 apples"
+_PLAIN = re.compile(
+    r"(?:(?P<name>[A-Za-z](?:_\{?\w+\}?)?)\s?=\s?)?"
+    rf"{_FORMULA_PART}*[0-9]{_FORMULA_PART}*"
+    r"(?:(?<=\s)[a-z]{2,}(?:\s[a-z]+){0,2})?"
+)
+_PART = re.compile(
+    r"[^=:\n]*[A-Za-z]{2}[^=:\n]*:\s*(?:[A-Za-z]\s?=\s?)?[-−$0-9][^=:A-Za-z]*[a-z\s]*"
+)
+_TOTAL = re.compile(
+    r"\W*(?:grand\s|the\s)?(?:total|sum|altogether|overall|in all|answer|result)\b", re.IGNORECASE
+)
+_EXPLAINS = re.compile(r"\W*(?:explanation|because|since|reason\w*|check|note|as)\b", re.IGNORECASE)
+_WORD = re.compile(r"(?<![\\A-Za-z])[a-z]{2,}")
+_STATES = re.compile(rf"=|\b(?:is|are|was|were|will|can|has|have|had|costs?|{phrases('acts')})\b")
+_CONCLUDES = re.compile(
+    r"\b(?:so|thus|hence|therefore|total|altogether|finally|answer)\b[^\n]*[0-9]", re.IGNORECASE
+)
+_HAS_VALUE = re.compile("[0-9\ue000-\uf8ff]")
 _FILLER = re.compile(rf"(?:(?:{phrases('filler')}\b|[≈:])[\s,:]*)*", re.IGNORECASE)
 _RESTATED = re.compile(rf".*(?:\b{phrases('restates')}\b|=)\s*(?={_VALUE})", re.DOTALL)
 _INSTEAD = re.compile(
@@ -177,6 +201,8 @@ NOTE = re.compile(
     (?:[^()]|\([^()]{0,100}\)){1,300}\)""",
     re.VERBOSE,
 )
+# Another way to write the answer, or another answer: "1/2 (or 0.5)"
+_OR_NOTE = re.compile(r"\s\((?:or|i\.e\.,?)\s([^()]*)\)")
 _REASON = re.compile(rf"\s*,?\s+{phrases('reason')}\b", re.IGNORECASE)
 _REMARK = re.compile(
     rf"""\s*,?\s+{phrases("remark")}\b | [,;]\s+(?!{phrases("continues")}\b)[a-z]{{2,}}
@@ -242,7 +268,9 @@ def stated_answer(text: str) -> str | None:
         elif mark.kind in ("json", "tag"):
             content = content.replace("\\\\", "\\") if mark.kind == "json" else content
             answer = stated_answer(content)
-            answer = clean(_without_marks(content)) if answer is None else answer
+            if answer is None:
+                passage = _without_marks(content)
+                answer = passage and clean(passage)
         elif mark.kind == "line":
             answer = _line(text[mark.end : mark.end + 2 * MAX_ANSWER_CHARS], alone=len(marks) == 1)
         elif mark.kind in ("label", "case"):
@@ -262,7 +290,9 @@ def before_next_question(text: str, value_of: Callable[[str], str | None]) -> st
         return text
     for asked in islice(_NEXT_QUESTION.finditer(text), _MAX_QUESTIONS):
         head = text[: asked.start()]
-        if stated_answer(head) or (re.search("[0-9)] ?=", head) and value_of(head)):
+        if stated_answer(head) or (
+            re.search("[0-9)] ?=|^A:", head, re.MULTILINE) and value_of(head)
+        ):
             return head
     return text
 
@@ -406,9 +436,17 @@ def _labelled(text: str, label: Mark, words: bool) -> str | None:
         return ""
 
     rest = text[label.end : label.end + 2 * MAX_ANSWER_CHARS]
-    sentence, formulas = masked(_OPENING.sub("", _without_marks(rest), count=1))
+    is_heading = re.search(r"[:：][\s*_]*\Z", text[: label.end][-8:]) or rest.lstrip(
+        " *_"
+    ).startswith("\n")
+    passage = _without_marks(rest)
+    if not passage:
+        return passage
+    sentence, formulas = masked(_OPENING.sub("", passage, count=1))
     end = SENTENCE_END.search(sentence)
+    more = ""
     if end:
+        more = sentence[end.end() :]
         is_asked = end.group() == "?" and re.match(rf"[\"'“‘«„]?{_VALUE}", sentence)
         if is_asked or _DENIED_AFTER.match(sentence, end.end()):
             return ""
@@ -416,11 +454,15 @@ def _labelled(text: str, label: Mark, words: bool) -> str | None:
     sentence = _FILLER.sub("", sentence, count=1)
     if "\\boxed" in sentence:
         return None  # a box without its end
-    if re.match(r"[A-Za-z]{2,}(?![A-Za-z]|\s?[(=/^*+_\\])", sentence):
+    starts_with_words = re.match(r"[A-Za-z]{2,}(?![A-Za-z]|\s?[(=/^*+_\\])", sentence)
+    is_prose = starts_with_words or (len(_WORD.findall(sentence)) > 1 and _STATES.search(sentence))
+    if is_heading and is_prose and _HAS_VALUE.search(sentence) and _HAS_VALUE.search(more):
+        return None  # the first sentence of a solution
+    if starts_with_words:
         restated = _RESTATED.match(sentence)
         if restated is None or _ALTERNATIVE.search(restated.group()):
             sentence = _REASON.split(NOTE.sub("", sentence))[0]
-            has_value = re.search("[0-9\ue000-\uf8ff]", sentence)
+            has_value = _HAS_VALUE.search(sentence)
             # What has a value is kept whole: nothing in it may be guessed.
             is_answer = has_value or (words and len(sentence.split()) <= 3)
             return clean(unmasked(sentence, formulas)) or None if is_answer else None
@@ -428,11 +470,48 @@ def _labelled(text: str, label: Mark, words: bool) -> str | None:
     return _shortened(sentence, formulas)
 
 
-def _without_marks(text: str) -> str:
-    """Returns the items of a list that a text begins with, joined; any other text as it is."""
+def _without_marks(text: str) -> str | None:
+    """Returns the items of a list that a text begins with, joined, and any other text as it is.
+    Returns "" for a list of parts with names, and None for one of statements: both are no answer.
+    """
     found = _LIST.match(text)
-    items = re.findall(rf"\n{_ITEM}", found.group()) if found else ()
-    return ", ".join(map(clean, items)) or text
+    if not found:
+        return text
+    items = [clean(item) for item in re.findall(rf"\n{LINE}", found.group())]
+    after = text[found.end() : found.end() + 2 * MAX_ANSWER_CHARS]
+    if len(items) == 1:
+        return f"{items[0]}\n{after}"
+    if _CONCLUDES.search(after):
+        return None
+    joined = joined_items(items, are_solutions=True)
+    are_words = not any(map(_HAS_VALUE.search, items))
+    is_explained = joined_items(items[:1], are_solutions=True) and _EXPLAINS.match(items[1])
+    if are_words or is_explained:
+        return ", ".join(items)
+    are_parts = all(len(item) < _MAX_ITEM_CHARS and _PART.fullmatch(item) for item in items)
+    return "" if are_parts and not _TOTAL.match(items[-1]) else joined
+
+
+def joined_items(items: Sequence[str], are_solutions: bool) -> str | None:
+    """Returns the values of a list as one answer, without those that it rules out; None if a line
+    says more than a value, with a name or a unit.
+
+    Args:
+        items: the lines, without their marks.
+        are_solutions: whether values of different names belong together.
+    """
+    ends = _SYMBOLS + ".,;"
+    kept = [each.replace("**", "").strip(ends) for each in items if not _RULED_OUT.search(each)]
+    if not kept or max(map(len, kept)) > _MAX_ITEM_CHARS:
+        return None
+    plain = [
+        _PLAIN.fullmatch(re.sub(r"\\(?:[A-Za-z]+|[(),\[\]])|[$*]", "", item).strip(" .,;"))
+        for item in kept
+    ]
+    names = {match["name"] for match in plain if match}
+    if not all(plain) or (len(names) > 1 and not are_solutions):
+        return None
+    return ", ".join(kept)
 
 
 def _shortened(sentence: str, formulas: list[str]) -> str | None:
@@ -440,6 +519,7 @@ def _shortened(sentence: str, formulas: list[str]) -> str | None:
     None if nothing is left.
     """
     sentence = _INSTEAD.sub("", re.sub(r"(?<!\w)\*\*|\*\*(?!\w)", "", sentence))
+    sentence = _OR_NOTE.sub(r", or \1", sentence)
     if any(map(_ALTERNATIVE.search, NOTE.findall(sentence))):
         return ""
     sentence = _REASON.split(NOTE.sub("", sentence))[0]

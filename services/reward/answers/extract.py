@@ -6,6 +6,7 @@ Every step takes time linear in the length of any text: responses are untrusted.
 
 import calendar
 import re
+from itertools import pairwise
 
 from common.prompts.answer_text import answering_part
 from common.prompts.numerals import in_digits
@@ -13,11 +14,13 @@ from common.prompts.phrases import phrases
 from common.prompts.stated_answers import (
     DOUBT,
     FIRST_MASK,
+    LINE,
     MAX_ANSWER_CHARS,
     NOTE,
     SENTENCE_END,
     before_next_question,
     clean,
+    joined_items,
     masked,
     stated_answer,
     unmasked,
@@ -132,7 +135,7 @@ _CIRCUMSTANCES = re.compile(
     re.IGNORECASE | re.VERBOSE,
 )
 # A value and what it is computed from: "$18 (9 * 2)"
-_COMPUTATION = re.compile(rf"({_VALUE})\s\(([0-9$][^()=]{{1,80}})\)")
+_COMPUTATION = re.compile(rf"({_VALUE})\s\(([0-9$][^()]{{1,80}})\)")
 # "3 + " of a computation without its value
 _UNFINISHED = re.compile(r"(?:(?:[0-9)]|\b[a-z])\s[-−–]|[0-9a-z)²³]\s[+*×÷/]|[0-9]\sx)\s\Z")
 _ITEM = rf"(?:[A-Za-z]\s?=\s?)?(?:{_VALUE})"
@@ -143,11 +146,9 @@ _LISTED = re.compile(
     {_ITEM})\Z""",
     re.VERBOSE,
 )
-# The lines of a list of values, each with its mark.
-_LINE = re.compile(rf"\n\s{{0,8}}[-*•]\s(?:\*\*)?({_ITEM})")
-_LINES = re.compile(
-    rf"(?:\n\s{{0,8}}[-*•]\s(?:\*\*)?{_ITEM}(?:\*\*)?[.,;]?\s{{0,8}}(?=\n|\Z)){{1,20}}"
-)
+# The lines of a list at the end of a text, each with its mark, and what makes them solutions.
+_LINES = re.compile(rf"(?:\n+{LINE}){{1,20}}(?=[^0-9]*\Z)")
+_SOLUTIONS = re.compile(r"\b(?:solution|root|value|answer|zero)s?\b[^\n]*\Z", re.IGNORECASE)
 _MONTH = rf"(?:{'|'.join(filter(None, (*calendar.month_name, *calendar.month_abbr)))})\b\.?"
 # A tuple, a date, or 1 hour and 30 minutes: its numbers are no answers by themselves.
 _WHOLE = re.compile(
@@ -250,10 +251,10 @@ def last_value(text: str) -> str | None:
     last = _LAST.match(text)
     if not last:
         return _number_in_words(text)
-    window, formulas = masked(text[max(0, last.end() - _WINDOW_CHARS) : last.end() + 100])
+    window = text[max(0, last.end() - _WINDOW_CHARS) : last.end() + 100]
+    window, formulas = masked(_LINES.sub(_without_marks, window))
     if _REFUSED.search(window):
         return None
-    window = _LINES.sub(lambda found: f": {', '.join(_LINE.findall(found[0]))}\n", window)
     window = window.replace("?", " ?. ")  # the mark of a question stays in its sentence
     for sentence in reversed(SENTENCE_END.split(window)):
         if _ASKS.search(sentence):
@@ -269,6 +270,20 @@ def last_value(text: str) -> str | None:
             if formula.strip() and len(_WORD.findall(_VALUES.sub("", formula))) < 2:
                 return _value_in_context(value, formulas)
     return None
+
+
+def _without_marks(lines: re.Match[str]) -> str:
+    """Returns the values of a list as one sentence, and other lines without their marks, which are
+    no signs.
+    """
+    items = re.findall(rf"\n{LINE}", lines.group())
+    before = lines.string[max(0, lines.start() - 100) : lines.start()]
+    joined = joined_items(items, are_solutions=bool(_SOLUTIONS.search(before)))
+    amounts = [quantity(clean(item.rpartition("=")[2])) for item in items]
+    are_steps = any(one and other and one[0] == other[0] for one, other in pairwise(amounts))
+    if joined is None or are_steps:  # x = 12/3, x = 4
+        return "".join(f"\n{item}" for item in items)
+    return f": {joined}\n"
 
 
 def _number_in_words(text: str) -> str | None:
@@ -293,12 +308,13 @@ def _asserted(sentence: str, end: int) -> list[re.Match[str]]:
 
 
 def _without_computation(found: re.Match[str]) -> str:
-    """Returns the value of "18 (9 * 2)", and 3 (4 + 5) as it is: that is a product."""
-    value, note = (
-        quantity(re.sub(r"\bx\b", "*", part.replace("$", ""))) for part in found.groups()
-    )
-    is_explained = value and note and value[0] == note[0]
-    return found[1].ljust(len(found.group())) if is_explained else found.group()
+    """Returns the value of "18 (9 * 2)" and "18 (9 * 2 = 18)"; 3 (4 + 5) as it is: a product."""
+    value, note = found.groups()
+    sides = re.sub(r"\bx\b", "*", note.replace("$", "")).split("=")
+    amounts = [quantity(side) for side in (value, *sides)]
+    is_equation = len(sides) > 1
+    is_same = None not in amounts and len({amount[0] for amount in amounts if amount}) == 1
+    return value.ljust(len(found.group())) if is_equation or is_same else found.group()
 
 
 def _value_in_context(value: re.Match[str], formulas: list[str]) -> str | None:

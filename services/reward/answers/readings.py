@@ -318,7 +318,7 @@ def _annotated(part: Tokens, read_part: ReadPart) -> Reading | None:
     head = found["head"]
     note = found["note"]
     if note[0].kind != "word":
-        return _computed(head, note)
+        return _computed(head, note, read_part)
     if head[-1].kind == "num" and read_unit(note):
         return read_value((*head, *note))
     if not any(len(token.text) > 3 for token in note):
@@ -332,8 +332,8 @@ def _annotated(part: Tokens, read_part: ReadPart) -> Reading | None:
     return main if same_values(main, value) else Untrue()
 
 
-def _computed(head: Tokens, note: Tokens) -> Value | None:
-    """Reads 9 (3 x 3), 1 hour (60 minutes) and 1/2 (50%): a number with what it is equal to.
+def _computed(head: Tokens, note: Tokens, read_part: ReadPart) -> Value | None:
+    """Reads 9 (3 x 3), 9 (3 x 3 = 9), 1/2 (50%): a number with what it is equal to.
     Returns None for a product, such as 2 (3 + 4).
     """
     note = tuple(Token("op", "\\times") if token.text == "x" else token for token in note)
@@ -341,7 +341,9 @@ def _computed(head: Tokens, note: Tokens) -> Value | None:
         main = read_value(head)
         if note[-1].text == "%" and main.unit is None:
             note = (*note[:-1], Token("op", "/"), Token("num", "100"))
-        value = read_value(note)
+        value = read_part(note)
+        if not isinstance(value, Value):
+            return None
         if value.unit is None:  # 9 apples (3 x 3)
             value = Value(value.node, main.unit, value.source)
         is_number = main.node is not None and written_out(main.node)

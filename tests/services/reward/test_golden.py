@@ -1,6 +1,7 @@
 """Verdicts on the golden cases, and on every real answer of GSM8K and MATH-500 in ten notations."""
 
 import json
+import re
 
 import pytest
 
@@ -11,10 +12,12 @@ from services.reward.answers.exact import quantity, same_answer
 from services.reward.answers.extract import extract_answer, gold_answer
 from services.reward.service import RewardService
 from tests.support.paths import ROOT, SHARED_DATA
+from tests.support.services.verdicts import graded
 
 pytestmark = pytest.mark.integration
 
 GOLDEN = ROOT / "tests" / "golden" / "rewards.jsonl"
+LISTS = ROOT / "tests" / "golden" / "lists_and_notes.jsonl"
 GSM8K, MATH500 = SHARED_DATA / "gsm8k", SHARED_DATA / "math500" / "test.jsonl"
 NUMBER_NOTATIONS = (
     "\\boxed{{{}}}", "#### {}", "####{}", "#### ${}", "#### **{}**", "#### {}.", "The answer is ${}.",
@@ -47,6 +50,42 @@ async def test_golden_cases() -> None:
         if result.correct != case["correct"]
         or result.status not in ("ok", "unparsable", "unevaluated")
         or result.reward != float(case["correct"])
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+LAYOUTS = (
+    "Answer:\n{lines}", "**Answer:**\n\n{lines}\n", "## Final Answer\n\n{bullets}", "Answer:\n{bullets}",
+    "Answer:\n{numbers}", "Solution:\n{numbers}", "<answer>\n{bullets}\n</answer>", "{bullets}",
+    "Answer:\n{but_last}\n\n{last}", "**Step by step:**\n{but_last}\n\n{last}",
+)  # fmt: skip
+
+
+@pytest.mark.skipif(not GSM8K.is_dir(), reason="the GSM8K files are not here")
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_solution_has_one_verdict_in_every_layout(layout: str) -> None:
+    for text in (GSM8K / "test.jsonl").read_text(encoding="utf-8").splitlines()[:150]:
+        solution, gold = json.loads(text)["answer"].split("####")
+        lines = [line for line in re.sub("<<.*?>>", "", solution).splitlines() if line.strip()]
+        bullets = [f"- {line}" for line in lines]
+        response = layout.format(
+            lines="\n".join(lines),
+            bullets="\n".join(bullets),
+            numbers="\n".join(f"{number}. {line}" for number, line in enumerate(lines, 1)),
+            but_last="\n".join(bullets[:-1]),
+            last=lines[-1],
+        )
+        said = graded(gold.strip(), response)
+        assert said == graded(gold.strip(), "\n".join(lines)), f"{response!r}: {said}"
+
+
+def test_lists_and_notes_as_an_author_wrote_them_who_had_not_seen_the_rules() -> None:
+    cases = [json.loads(line) for line in LISTS.read_text(encoding="utf-8").splitlines()]
+    assert len(cases) > 400
+    wrong = [
+        f"{case['kind']}: {case['response']!r} against {case['gold']!r} gave {said}"
+        for case in cases
+        if ((said := graded(case["gold"], case["response"])) == "right") != case["right"]
     ]
     assert not wrong, "\n".join(wrong)
 
