@@ -162,7 +162,7 @@ _OPENING = re.compile(
     r"(?:```[a-z]*\n|`(?!`\w)|[\s*_)\]}:#]|={3,}|-{3,}|(?<=\n)>|(?<=\n\s)>|[\"'](?=[\s*:]))*"
 )
 # The lines of a list after a label, and what a line says.
-LINE = r"[ \t]*(?:[-–*•・]|[0-9]{1,2}[.)]|\([a-h1-9]\))[ \t]+(\S[^\n]*)"
+LINE = r"[ \t]*(?:(?:[-–*•]|[0-9]{1,2}[.)]|\(?[a-h1-9]\))[ \t]+|・[ \t]*)(\S[^\n]*)"
 _LIST = re.compile(rf"[\s*_]*\n(?:{LINE}(?:\n+|\Z))+")
 _RULED_OUT = re.compile(
     r"[✗✘❌]|\([^()]*\b(?:extraneous|reject|rejected|invalid|discarded)\b", re.IGNORECASE
@@ -477,7 +477,7 @@ def _without_marks(text: str) -> str | None:
     found = _LIST.match(text)
     if not found:
         return text
-    items = [clean(item) for item in re.findall(rf"\n{LINE}", found.group())]
+    items = [clean(item.replace("**", "")) for item in re.findall(rf"\n{LINE}", found.group())]
     after = text[found.end() : found.end() + 2 * MAX_ANSWER_CHARS]
     if len(items) == 1:
         return f"{items[0]}\n{after}"

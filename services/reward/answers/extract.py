@@ -202,6 +202,7 @@ _CLAUSE_WITH_VERB = re.compile(
     re.VERBOSE,
 )
 _OPTIONS = re.compile(r"\(?[A-H]\)?(?:,? or \(?[A-H]\)?)+")
+_ROUGHLY = re.compile(r"(?:approximately|about|roughly|≈|\\approx)")
 _OTHERWISE = re.compile(r",?\s+or\s+(?:alternatively,?\s+)?|,\s+i\.e\.,?\s+")
 
 
@@ -235,7 +236,7 @@ def _single_answer(answer: str) -> str | None:
     or 6 weeks". Returns None if it is empty, too long, or names several options, as "A or B".
     """
     first, *others = _OTHERWISE.split(answer)
-    if all(same_answer(first, other) for other in others):
+    if all(_ROUGHLY.match(other) or same_answer(first, other) for other in others):
         answer = first
     return None if _OPTIONS.fullmatch(answer) or not 0 < len(answer) <= MAX_ANSWER_CHARS else answer
 
