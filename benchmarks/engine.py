@@ -145,7 +145,9 @@ async def measure(
 
 
 def connection(url: str) -> aiohttp.ClientSession:
-    """Not httpx: with 32 requests in flight, its pool itself costs 5 ms of CPU per request."""
+    """Returns a client for the engine at `url`: aiohttp's, since with 32 requests in flight the
+    pool of httpx alone costs 5 ms of CPU per request.
+    """
     limits = aiohttp.TCPConnector(limit=0)
     return aiohttp.ClientSession(url, connector=limits, timeout=aiohttp.ClientTimeout(total=None))
 

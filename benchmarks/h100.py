@@ -48,7 +48,9 @@ pass."""
 
 
 def gemm_share(rows: float, columns: float, terms: float) -> float:
-    """Returns the share of the peak of a product [rows, terms] × [terms, columns]."""
+    """Returns the share of the GPU's peak FLOP/s that a product [rows, terms] × [terms, columns]
+    reaches.
+    """
     best = 0.0
     for (height, width), speed in _TILES.items():
         tiles = math.ceil(rows / height) * math.ceil(columns / width)
@@ -63,7 +65,9 @@ def gemm_share(rows: float, columns: float, terms: float) -> float:
 
 
 def attention_share(generation: str, head_size: int, length: float, backward: bool) -> float:
-    """Returns the share of the peak of attention over rows of `length` tokens."""
+    """Returns the share of the GPU's peak FLOP/s that attention over rows of `length` tokens
+    reaches.
+    """
     rates = _ATTENTION[generation, 64 if head_size <= 64 else 128, backward]
     after = bisect_left(_LENGTHS, length)
     if after == 0:

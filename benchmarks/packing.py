@@ -233,7 +233,8 @@ def _stand_ins(scans: _Scans) -> Iterator[None]:
 
 def layer_seconds(kind: Kind, layer: str, laid_out: Layout, compiled: bool) -> float:
     """Returns the seconds of the kernels of a layer, forward and backward, without attention
-    kernels: what a second layer adds to one. `compiled` is what is around a linear layer.
+    kernels: what a second layer adds to one. If `compiled`, the code around a linear layer is
+    compiled.
     """
     found: list[float] = []
     for count in (1, 2):

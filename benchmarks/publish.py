@@ -174,7 +174,7 @@ async def take_part(name: str, manifest: WeightManifest, updates: WeightUpdates,
 
 @dataclass
 class Took:
-    """The cost of some work, once per round."""
+    """The costs of some work, one for each round."""
 
     seconds: list[float] = field(default_factory=list)
     processor_s: list[float] = field(default_factory=list)

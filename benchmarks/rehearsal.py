@@ -169,7 +169,9 @@ def kernel_tensors(func: Any, args: Any, kwargs: Any, out: Any) -> list[Tensor]:
 
 
 def product_share(sizes: Sequence[int], flops: float) -> float:
-    """Returns the share of the peak of a matrix product whose result has these sizes."""
+    """Returns the share of the peak FLOP/s that a matrix product with a result of these sizes
+    reaches.
+    """
     if not flops or len(sizes) < 2:
         return 1.0
     columns = sizes[-1]

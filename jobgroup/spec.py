@@ -172,7 +172,7 @@ def load(
         nodes = num_nodes.get(document.name, document.num_nodes)
         if nodes > 1 and _ONE_NODE.search(document.run):
             raise ConfigError(
-                "this task has one node: nobody would call a second one",
+                "this task can only have one node: the others would never call a second one",
                 field="--num-nodes" if document.name in num_nodes else "num_nodes",
                 value=f"{document.name}={nodes}",
                 remedy="leave it at 1; tasks of engines, episodes and training may have more",

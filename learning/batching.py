@@ -233,9 +233,9 @@ def score_shared(
     """Returns one number per scored completion token of every row of this rank's share; an empty
     array for a row of another share.
 
-    `score` returns [C] numbers for the completion tokens of the rows at some indices, row by row,
-    for at most `pass_tokens` computed ones. With sharded models all ranks call it equally
-    often; a rank that has run out of rows passes its spare one.
+    `score` gets the indices of some rows, with at most `pass_tokens` tokens to compute, and returns
+    [C] numbers for their completion tokens, row by row. With sharded models all ranks call it
+    equally often; a rank that has no rows left gives it its spare row (`Sizes.spare`).
     """
     lengths = sizes.completions if sizes.scored is None else sizes.scored
     rows = np.arange(len(lengths))

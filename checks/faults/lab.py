@@ -171,7 +171,7 @@ def _word(value: Any) -> str:
 
 
 class Disturbed(httpx.AsyncBaseTransport):
-    """The way to the engine, on which `change` may change answers."""
+    """The connection to the engine; `change` may change the answers that come back."""
 
     def __init__(self, app: FastAPI, change: Change) -> None:
         self._inner = httpx.ASGITransport(app)

@@ -87,7 +87,7 @@ class _Patience:
     every further piece of a body, and whenever the service has got on with its work. What a
     repeated attempt sends or receives again does not count.
 
-    `math.inf`: whoever calls ends the call.
+    `math.inf`: no limit; the caller cancels the call.
     """
 
     def __init__(self, limit_s: float) -> None:

@@ -98,8 +98,8 @@ def sent_headers() -> dict[str, str]:
 
 
 def event(code: str, **fields: object) -> Json:
-    """Returns the `extra` of a log line that programs know by its code and fields. A line with a
-    ServiceError among its arguments has those of the error without this.
+    """Returns the `extra` that gives a log line a code and fields, by which programs recognise it.
+    A line whose arguments include a ServiceError gets the error's code and fields by itself.
     """
     return {"event": {"code": code, **fields}}
 

@@ -90,10 +90,10 @@ def kind_of(line: str) -> str:
 
 
 class News:
-    """Counts what a process says for the first time.
+    """Counts the lines in which a process says something new.
 
-    A line is new if its words are, figures left out, or if the first share in it (`7/19`, `36%`) is
-    higher than before: a progress bar. `still waiting after 60 s` is said only once.
+    A line is new if no earlier one had the same words, whatever their numbers: `still waiting after
+    60 s` counts once. A progress bar counts again when its first share (`7/19`, `36%`) has grown.
     """
 
     def __init__(self) -> None:

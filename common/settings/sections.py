@@ -431,8 +431,8 @@ class RolloutSection(Section):
         for word in self.engine_args:
             if word.partition("=")[0] in ("--api-key", "--admin-api-key", "--ssl-keyfile-password"):
                 raise Refused(
-                    f"rollout.engine_args has {word.partition('=')[0]}, and a run saves its "
-                    "settings",
+                    f"rollout.engine_args contains a secret ({word.partition('=')[0]}), but a run "
+                    "saves its settings",
                     "set API_TOKEN in the environment instead",
                     setting="rollout.engine_args",
                 )

@@ -48,7 +48,7 @@ def library() -> Library:
 
 
 class SearchAgent:
-    """A question about a library that the model has never seen. It can search it."""
+    """Asks about a library that the model has never seen, and gives it a tool to search there."""
 
     def reset(self) -> None:
         """Begins an episode."""

@@ -193,7 +193,9 @@ def _rewards(episode: Any) -> dict[str, float]:
 
 
 def configuration(target: str) -> Any:
-    """Returns verifiers' configuration of a taskset's id, or in a file. Raises Wrong."""
+    """Returns verifiers' configuration for `target`, a TOML file or a taskset's id. Raises
+    Wrong.
+    """
     from verifiers.v1.configs.agent import agent_config_fields
     from verifiers.v1.runtimes import PrimeConfig
     from verifiers.v1.utils.loaders import resolve_env_config

@@ -18,8 +18,8 @@ _ON_HUB = {"gsm8k": "openai/gsm8k", "math": "DigitalLearningGmbH/MATH-lighteval"
 
 
 def models(plan: Plan) -> dict[str, PlannedTask]:
-    """Returns the models (of the environment-server: the tokenizer) that processes here load, each
-    with a task that does.
+    """Returns the models that tasks on this machine load, each with one of these tasks. The
+    environment-server loads only a model's tokenizer.
     """
     found: dict[str, PlannedTask] = {}
     for job in plan.here:

@@ -121,8 +121,8 @@ class BlockPasses:
         """Checks, while no row runs, that a token's place in a block and the tokens beside it
         change nothing. Raises ConfigError where they do.
 
-        A sample: blocks of two sequences, of which one is there 1 to 63 times, so that as many
-        tokens choose its experts.
+        It tries a sample of blocks of two sequences. One of the two fills from 1 to 63 places, so
+        that its experts get as many tokens.
         """
         tokens = 7 * np.arange(2 * _PROBE) % vocabulary
         one, other = tokens.reshape(2, _PROBE).tolist()

@@ -232,6 +232,7 @@ class Session:
             raise
         finally:
             call.clients -= 1
+        # A caller in this process has it. The gateway asks the client's connection instead.
         call.has_answer = lambda: True
         return answer
 

@@ -185,8 +185,8 @@ def create_app(
         """200 with `"status": "healthy"` when the service can serve, else 503; callers with the
         token get the reason.
 
-        `"lost"` says that the service will never serve, so that nobody waits for it; a growing
-        `"progress"` that it is getting there, so that whoever waits goes on.
+        `"lost"` says that the service will never serve, so that nobody waits for it. While
+        `"progress"` grows, the service is still starting, and callers go on waiting.
         """
         reason = problem()
         content: dict[str, object] = {"status": "unhealthy" if reason else "healthy"}

@@ -26,5 +26,5 @@ class OneThread:
         )
 
     async def close(self) -> None:
-        """Waits for the calls in work and stops the thread."""
+        """Waits for the calls that were made, and stops the thread."""
         await asyncio.to_thread(self._thread.shutdown)

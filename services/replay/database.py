@@ -206,7 +206,8 @@ class Database(SqliteStore):
             changes = int(kept.get("changes", 0))
         except (ValueError, AttributeError, TypeError):
             raise Damaged(
-                f"{self._count_path.name} is damaged; without that file nothing is compared"
+                f"{self._count_path.name} is damaged; remove it to go on without a check that no "
+                "acknowledged change is lost"
             ) from None
         lost = changes - self.mark.changes
         if lost > 0:

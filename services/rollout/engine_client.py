@@ -442,8 +442,9 @@ class EngineClient(Client):
         timeout_s: float,
         whole: bool = True,
     ) -> None:
-        """Loads a model or an adapter, of which it keeps the newest `keep`. `timeout_s` is that of
-        an adapter: whoever loads a model, which takes as long as it is large, ends the call.
+        """Loads a model, or an adapter, of which it keeps the newest `keep`. `timeout_s` limits
+        only the call for an adapter. That for a model may take minutes, and has no limit here: the
+        caller cancels it when the engine makes no progress.
         """
         if manifest.kind == "adapter":
             await self.load_adapter(directory, manifest, keep=keep, timeout_s=timeout_s)

@@ -273,8 +273,8 @@ def make_readable(path: Path, own: Path, weights: EngineWeights) -> None:
         if problem is None:
             return
         raise OSError(
-            f"{path} is where the engine reads weights {weights.manifest.version} on all nodes, "
-            f"and holds others here: {problem}; remove it"
+            f"the engine reads weights {weights.manifest.version} from {path} on all of its nodes, "
+            f"and on this node that folder holds something else: {problem}; remove it"
         )
     path.parent.mkdir(parents=True, exist_ok=True)
     for other in path.parent.iterdir():

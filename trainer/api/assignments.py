@@ -120,7 +120,7 @@ def check_assignment(name: str, value: Any, config: str) -> None:
     else:
         return
     raise ConfigError(
-        "this trainer would not read it",
+        "this trainer does not read this attribute",
         field=f"trainer.{name}",
         value=type(value).__name__,
         remedy=remedy,

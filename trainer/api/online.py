@@ -484,7 +484,7 @@ class OnlineRLTrainer:
         # In the output directory this file is that of `save_state`.
         if (target / "trainer_state.json").exists() and not target.samefile(self.output_dir):
             raise ConfigError(
-                "this directory is a checkpoint, and no run could continue from it any more",
+                "this directory is a checkpoint, and no run could continue from it after that",
                 field="path",
                 value=str(target),
                 remedy="name another directory",

@@ -137,7 +137,7 @@ class ModelConfig:
         for name in ("load_in_8bit", "load_in_4bit"):
             if getattr(self, name):
                 raise ConfigError(
-                    "the weights that are trained are float32",
+                    "quantised weights cannot be trained: the trainer keeps them in float32",
                     field=name,
                     value=True,
                     remedy="leave it out; use_peft trains an adapter, which needs less memory",

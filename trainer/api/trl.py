@@ -594,10 +594,10 @@ def translated(
         conflicts = key != name and key in given and given[key] != value
         if conflicts and name != "generation_kwargs":
             error = ConfigError(
-                f"{key} has another value than this sets",
+                f"this argument sets {key}, which is given too, with another value",
                 field=name,
                 value=shorten(given[name]),
-                remedy=f"leave one of them out: {name} sets {key}",
+                remedy="leave one of the two out",
             )
             refusals.add(error)
         made[key] = value

@@ -42,7 +42,7 @@ class Certificate(msgspec.Struct, kw_only=True):
     """Checksums of the files of the checkpoint that are published, by name."""
 
     def problems(self) -> Iterator[str]:
-        """Yields why it shows nothing."""
+        """Yields the reasons why it proves nothing about the run."""
         steps = [each.step for each in self.drawn]
         expected = drawn_steps(self.seed, max(1, len(steps)), self.steps)
         if steps != expected:
@@ -115,7 +115,7 @@ def _executed(run_dir: Path, step: int, more: Sequence[str]) -> ExecutedStep:
                 f"step {step} cannot be re-executed, for the reason above",
                 field="RUN_DIR",
                 value=str(run_dir),
-                remedy="restore what is missing; a run of which a drawn step is lost has no proof",
+                remedy="restore what is missing; without every drawn step there is no certificate",
             )
         return ExecutedStep(step, msgspec.json.decode(path.read_bytes(), type=list[StageOutcome]))
 

@@ -224,7 +224,7 @@ def evaluation(
     num_samples: int = 0,
 ) -> str:
     """Returns the command that evaluates the trained model on the first `num_samples` held-out
-    problems, which training answered; 0: on as many as the command chooses.
+    problems, those of the evaluations during training; 0: on the command's own number.
     """
     words = [
         "--model",

@@ -214,7 +214,7 @@ def compare_evaluations(first: EvaluationResults, second: EvaluationResults) -> 
     for name, results in (("first", first), ("second", second)):
         if results["accuracy"] is None:
             raise ConfigError(
-                "its rewards do not tell whether an answer is right",
+                "the rewards of this evaluation do not tell whether an answer is right",
                 field=name,
                 value=results["model"],
                 remedy="evaluate with a reward that verifies answers",

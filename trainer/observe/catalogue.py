@@ -24,7 +24,7 @@ Texts = dict[str, str]
 
 
 class Fault(str):
-    """A row of `FAULTS`. It is its own name, so that it can be compared with that of a finding."""
+    """A row of `FAULTS`. As a text it is the fault's name, which a `Finding` has too."""
 
     remedy: str
     codes: tuple[str, ...]

@@ -26,7 +26,7 @@ WINDOW = 10
 """Number of latest steps that hints consider."""
 FIRST = 5
 """Number of first steps whose numbers are the baseline."""
-# Smallest rise of a mean that counts as one.
+# A mean that rises by less counts as unchanged.
 _RISE = HINTS["reward_hacking"].further_limits["rise of the reward"]
 # The first row of each hint. Its limits hold for all cases but `policy_breaks, rate`, whose limit
 # `_policy_breaks` reads itself.

@@ -18,8 +18,8 @@ ANYONE = "anyone"
 
 
 class Clients:
-    """The clients that may call. Without `TINKER_KEYS`, whoever has the run's API_TOKEN behind
-    `tml-`, or anyone without one, is the same client.
+    """The clients that may call. Without `TINKER_KEYS` all callers are one client; their key is
+    `tml-` with the run's API_TOKEN behind it, or any key if the run has no token.
 
     `TINKER_KEYS` is `NAME=KEY,NAME=KEY,…`; keys begin with `tml-`. Raises ConfigError, without the
     keys, for another form.

@@ -237,8 +237,8 @@ class RunLearner:
 
     @_everywhere
     def save(self, run: str, folder: Path) -> None:
-        """Writes a run to a folder that does not exist, durably: it has its name when all of it is
-        on the disk. The state of the optimiser and the gradients are part of it.
+        """Writes a run, with gradients and the state of its optimiser, to a folder that does not
+        exist. The folder appears when all of it is on the disk.
         """
         known = self._runs[run]
         state: dict[str, Tensor] = {}

@@ -56,8 +56,8 @@ Top = Sequence[Sequence[Sequence[Any]] | None]
 
 
 def read_pass(body: bytes) -> tuple[list[Datum], str, dict[str, float | str]]:
-    """Returns the data of a pass, the name of its loss and the settings of that. Raises
-    InvalidInput for a request that is malformed or not text.
+    """Returns the data of a pass, the name of its loss and the loss's settings. Raises InvalidInput
+    for a request that is malformed or not text.
     """
     found = MESSAGES.decode("Pass", body)
     data = [_datum(each, f"data.{index}") for index, each in enumerate(found["data"])]

@@ -42,8 +42,8 @@ class Messages:
                 fields[int(number)] = (name, of.rstrip("*"), of.endswith("*"))
 
     def decode(self, kind: str, message: bytes) -> dict[str, Any]:
-        """Returns a message; a message in it that is not there is None. Raises InvalidInput for
-        what is no such message.
+        """Returns the fields of a message of this kind; a nested message that is absent is None.
+        Raises InvalidInput for bytes that are no such message.
         """
         known = self._kinds[kind]
         found: dict[str, Any] = {}
@@ -72,7 +72,7 @@ class Messages:
             raise _malformed("a text that is not UTF-8") from None
 
     def encode(self, kind: str, values: Mapping[str, Any]) -> bytes:
-        """Returns the bytes of a message; None stands for what is not there."""
+        """Returns the bytes of a message of this kind; a field that is None is left out."""
         parts = []
         for number, (name, of, many) in self._kinds[kind].items():
             value = values.get(name)

@@ -181,7 +181,7 @@ class CreateSampler(SessionBody):
 
 
 class JoinSampler(TinkerBody):
-    """A copy of a sampling client begins."""
+    """Asks for the number of a copy of a sampling client."""
 
     sampling_session_id: str
 

@@ -117,7 +117,7 @@ class TinkerServer:
 
     @property
     def not_ready(self) -> str | ServiceLost | None:
-        """Why results do not come, if so."""
+        """Returns why results do not come at present, or None."""
         return self.failure or self._journal.waits_for
 
     @asynccontextmanager
@@ -291,8 +291,8 @@ class TinkerServer:
     async def accept(self, owner: str, kind: str, body: Any) -> TinkerOperation:
         """Accepts an operation of a run.
 
-        What else is in it is checked when it is applied: the client has counted it, and goes on
-        with the next number also when it is refused.
+        Its content is checked only when it is applied: the client has given the operation a number,
+        and goes on with the next one even if this operation fails.
         """
         place = requests.validated(requests.Place, body)
         run = self.state.find(TinkerRun, place.model_id, owner)

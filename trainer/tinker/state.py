@@ -74,7 +74,7 @@ class State:
         return self.find(Checkpoint, f"tinker://{run}/{kind}/{name}", owner)
 
     def session(self, name: str, owner: str) -> TinkerSession:
-        """Returns a session that goes on. Raises NotFound, or Conflict for a finished one."""
+        """Returns an open session. Raises NotFound, or Conflict for a finished one."""
         session = self.find(TinkerSession, name, owner)
         if session.finished:
             raise Conflict(
@@ -155,7 +155,7 @@ class State:
 
 
 async def remove_files(folder: Path) -> None:
-    """Removes a folder if it is there. Its name is free at once; many gigabytes go in a thread."""
+    """Removes a folder if it is there. Its name is free at once; a thread removes the files."""
     gone = folder.with_name(f"{folder.name}.{secrets.token_hex(4)}")
     try:
         folder.rename(gone)  # noqa: ASYNC240

@@ -162,8 +162,8 @@ class TinkerStore(SqliteStore):
     # ------------------------------------------------------------ results
 
     def finish(self, line: str, seq: int, result: TinkerResult, *, repeatable: bool) -> None:
-        """Writes the result of an operation, whose body is kept if it may be applied again; does
-        nothing for one that was dropped while it was in work, or has a result.
+        """Writes the result of an operation, and keeps its body if it may be applied again. Does
+        nothing if the operation was dropped while it was being applied, or has a result already.
         """
         if self._row("operations", line, seq) is None:
             return
@@ -225,7 +225,7 @@ class TinkerStore(SqliteStore):
 
 
 class Journal:
-    """Runs work on the store in a thread: what is due at the same time, in one transaction.
+    """Runs work on the store in a thread; work that waits at the same time shares a transaction.
 
     Work that raises a ServiceError must not have changed anything yet.
     """
@@ -263,7 +263,7 @@ class Journal:
             await asyncio.sleep(AGAIN_S)
 
     async def close(self) -> None:
-        """Waits for what is due and closes the file."""
+        """Waits until all work is on disk, and closes the file."""
         await self.run(lambda _: None)
         await asyncio.to_thread(self._thread.shutdown)
         self._store.close()

@@ -72,7 +72,7 @@ class _Line:
 
 @dataclass(frozen=True)
 class Applied:
-    """What an operation comes to."""
+    """The outcome of an operation."""
 
     content: bytes
     is_json: bool = True
@@ -166,7 +166,7 @@ class Training:
 
     async def forget(self, run: TinkerRun) -> None:
         """Removes a run from memory, with what waits for it; its files stay."""
-        # The operation in work writes the run when it ends.
+        # The operation that is being applied writes the run when it ends.
         async with self._turn:
             line = self._lines.pop(run.id, None)
             if line is not None:  # as when an earlier attempt could not be written
@@ -174,7 +174,7 @@ class Training:
             await self._lose(run)
 
     async def close(self) -> None:
-        """Waits for the operation in work."""
+        """Waits for the operation that is being applied."""
         await self._thread.close()
 
     async def _apply(

@@ -113,7 +113,7 @@ def template(facts: RunFacts) -> Trace | None:
 
 
 def leak(facts: RunFacts) -> Trace | None:
-    """A number of the prompts, known by what is before it, is always the ground truth."""
+    """The number that follows certain words of the prompts is always the ground truth."""
     # The first group of each problem.
     problems = {
         group.prompt_id: (step, group)

@@ -134,8 +134,8 @@ def valid_groups(run_dir: Path, config: Config, step: int) -> RecordedGroups:
 
 
 class RecordedAnswers(httpx.AsyncBaseTransport):
-    """The way to the engine of a fork: answers with what the run recorded where it was asked the
-    same.
+    """The connection to the engine of a fork: a request that the run has recorded gets the recorded
+    answer, any other goes to the engine.
     """
 
     def __init__(self, known: RecordedGroups) -> None:
@@ -144,7 +144,7 @@ class RecordedAnswers(httpx.AsyncBaseTransport):
         """The steps of the recorded groups that were used, by their positions."""
 
     def before(self, app: FastAPI) -> httpx.AsyncBaseTransport:
-        """Returns itself, in front of the engine's app."""
+        """Makes `app` the engine that gets the other requests; returns this transport."""
         self._engine = httpx.ASGITransport(app)
         return self
 

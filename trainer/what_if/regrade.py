@@ -88,8 +88,8 @@ class Regraded:
             self.changed.append(group)
 
     def worst(self, count: int) -> list[tuple[GroupGrades, AnswerGrade]]:
-        """Returns the largest disagreements, another verdict before another reward, at most one for
-        each problem.
+        """Returns the largest disagreements, at most one for each problem. A changed verdict counts
+        more than a changed reward.
         """
         pairs = [(group, grade) for group in self.changed for grade in group.changed]
         pairs.sort(key=lambda pair: ("→" in pair[1].kind, abs(pair[1].change)), reverse=True)

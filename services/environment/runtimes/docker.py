@@ -91,7 +91,7 @@ class DockerRuntime(Runtime):
         return container
 
     async def close(self) -> None:
-        """Stops passing connections on. The network stays: other servers may use it."""
+        """Closes the way from containers to the gateway; the network stays, for other servers."""
         await self._gate.close()
 
     async def _built(self, build: Path | None, container: ClientContainer) -> str:

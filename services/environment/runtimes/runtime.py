@@ -94,8 +94,8 @@ class Container:
     async def kill(self) -> None:
         """Ends everything that runs in it, and removes it.
 
-        Nothing is left to do where every program is killed when it ends, and the caller removes
-        the files.
+        Does nothing for a container that is only a folder: its programs are killed one by one, and
+        the caller removes the folder.
         """
 
     async def run(
@@ -199,7 +199,8 @@ def _check_archive(archive: Path) -> None:
             is_special = not (member.isfile() or member.isdir() or member.issym() or member.islnk())
             if path.is_absolute() or ".." in path.parts or is_below_link or is_special:
                 raise EpisodeFailed(
-                    f"the agent left a file that cannot be graded elsewhere: {member.name!r}"
+                    "the agent left a file that cannot be copied to the container of the tests: "
+                    f"{member.name!r}"
                 )
             if member.issym():
                 links.add(path)

@@ -104,7 +104,7 @@ class SandboxRuntime(Runtime):
         return container
 
     async def close(self) -> None:
-        """Stops passing connections on."""
+        """Closes the programs' way to the gateway."""
         await self.gate.close()
 
     def _command(

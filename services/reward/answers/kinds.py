@@ -49,7 +49,9 @@ class TupleOrInterval(NamedTuple):
 
 
 class Named(NamedTuple):
-    """Values of named unknowns: in the order of (x, y) = (1, 2), else in that of the alphabet."""
+    """Values of named unknowns, such as x = 1, y = 2. They are in the order that the answer states,
+    as (x, y) = (1, 2) does, else in alphabetical order of the names.
+    """
 
     values: tuple[tuple[str, "Reading"], ...]
     """The name is empty if it only labels the value: |AB|, f(2), the remainder."""
