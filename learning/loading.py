@@ -389,8 +389,8 @@ def _with_bfloat16_weights(module: nn.Module, *inputs: Any, **options: Any) -> A
 def model_reader(
     directory: Path, model: Any, targets: Mapping[str, Tensor]
 ) -> SafetensorsReader | None:
-    """Opens the files if each tensor of the model is in them, under any name, or each of its
-    experts by itself; else returns None.
+    """Opens the files if they have every tensor of the model: under its own or another name, or
+    that of all experts in parts, an expert each. Returns None for other files.
     """
     quantised = getattr(model.config, "quantization_config", None) is not None
     if quantised or not _shapes_in(directory):

@@ -130,10 +130,10 @@ class FollowedRequests:
 
 
 class Following:
-    """Middleware outside of all others: follows the requests below `/sessions/ID/`.
+    """The outermost middleware: follows the requests below `/sessions/ID/`.
 
     Args:
-        app: what it passes them to, with the `FollowedRequest` as `scope["followed"]`.
+        app: gets these requests, with the `FollowedRequest` as `scope["followed"]`.
         session: returns a session by its name. Raises ServiceError.
     """
 

@@ -210,7 +210,7 @@ def _reward(function: Any, log: FunctionLog | None) -> RewardFunction:
         # The name of a function is not looked for on the hub.
         if "/" not in name and not Path(name).is_dir():
             raise ConfigError(
-                "a name stands for a reward model, and this is no org/name and no directory",
+                "a text names a reward model, but this is neither org/name nor a directory",
                 field="reward_fn",
                 value=name,
                 remedy="give a function itself, not its name, such as accuracy_reward of "

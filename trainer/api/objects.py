@@ -23,7 +23,7 @@ class CallerModel:
         model: a transformers model; None or a name if the settings name it.
         tokenizer: a tokenizer, or its name; None for the model's own.
         directory: to which both are written.
-        peft_config: of the adapter that the model gets; None for none, or for one like its own.
+        peft_config: describes the adapter to add; None: the model's own adapter, if it has one.
 
     Raises ConfigError for objects that are neither, and for a second adapter.
     """

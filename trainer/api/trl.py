@@ -35,7 +35,7 @@ class Effect(Enum):
     USED = "used"
     NONE = "no effect"
     """It asks for what is done anyway, so there is no warning."""
-    WARNED = "no effect, said"
+    WARNED = "no effect, with a warning"
     """A warning tells the user."""
     REFUSED = "refused"
 

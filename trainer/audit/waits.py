@@ -14,8 +14,8 @@ _SAY_EVERY_S = 10.0
 
 @contextmanager
 def waits_told() -> Iterator[None]:
-    """Prints to standard error, again and again until the end of the block, what rank 0 is at: on
-    a busy machine the libraries alone take minutes.
+    """Inside the block, prints every `_SAY_EVERY_S` seconds to standard error what rank 0 is doing:
+    on a busy machine, importing the libraries alone takes minutes.
     """
     # All ranks are at the same place, and one line is enough.
     if os.environ.get("RANK", "0") != "0":

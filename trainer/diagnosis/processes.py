@@ -168,8 +168,8 @@ def _no_batch(facts: Facts, stall_s: float) -> Iterator[Finding]:
 
 
 def no_step(facts: Facts) -> Iterator[Finding]:
-    """Yields that a run does not advance, for one in which nothing else explains it: a connection
-    that never answers leaves every service and rank healthy.
+    """Yields a finding for a run that has made no step for too long. It is for runs in which
+    nothing else was found: with a connection that never answers, every service and rank is healthy.
     """
     stall_s = stalled_for(facts)
     if not stall_s:

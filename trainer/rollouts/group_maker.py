@@ -201,7 +201,7 @@ class GroupMaker:
 
     @contextmanager
     def _failing(self, reason: str, *, stage: str) -> Iterator[None]:
-        """Counts the block for a stage; an error of a service in it fails the group."""
+        """Counts the block's time for a stage. Raises GroupFailed for an error of a service."""
         try:
             with self._clock.stage(stage):
                 yield

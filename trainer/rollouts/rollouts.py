@@ -181,9 +181,10 @@ class Rollouts:
         )
 
     def _take_ahead(self, count: int, min_version: int) -> list[Group]:
-        """Returns the next `count` fresh groups as soon as they are graded: without staleness the
-        slots have no others. The replay-buffer stores them and hands them out while the update is
-        computed; `start_acknowledging` waits for that, before anything else learns of the update.
+        """Returns the next `count` fresh groups as soon as they are graded. Without staleness they
+        are the only groups in the slots, so that the replay-buffer will hand out the same. It
+        stores them and hands them out while the update is computed; `start_acknowledging` waits
+        for that, before anything else learns of the update.
         """
         graded = self._patiently(
             count, lambda wait_s: self._loop.call(self._collector.wait_for_graded(count, wait_s))
@@ -225,9 +226,9 @@ class Rollouts:
         return self._loop.begin(self._collector.take(request))
 
     def _patiently(self, count: int, attempt: Callable[[float], list[Group]]) -> list[Group]:
-        """Returns the `count` groups that `attempt` returns in the end, in the order of their
-        prompts; it gets the seconds that it may wait. Raises CollectFailed when nothing makes
-        progress.
+        """Calls `attempt` until it returns `count` groups, and returns these in the order of their
+        prompts. Each time `attempt` gets the seconds that it may wait. Raises CollectFailed when
+        nothing makes progress.
         """
         limit_s = self._config.limits.stuck_after_s
         waits = Progress(f"a batch of {count} groups", limit_s)

@@ -52,10 +52,11 @@ class WrongWeights(ServiceError):
 
 
 class Adapters:
-    """The adapters that the engines have, at most `most` that no request uses.
+    """The adapters that the engines have loaded.
 
     Args:
-        engines: one client for each engine; asked for whenever one is loaded.
+        engines: returns a client for each engine; called whenever an adapter is loaded.
+        most: adapters that stay loaded; more are loaded only while requests use them.
     """
 
     def __init__(self, engines: Callable[[], Sequence[EngineClient]], most: int) -> None:

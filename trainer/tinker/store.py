@@ -279,7 +279,7 @@ class Journal:
                 done.set_result(outcome)
 
     def _outcomes(self, works: Sequence[Callable[[TinkerStore], Any]]) -> list[Any]:
-        """Does works in one transaction; returns what each returns or raises."""
+        """Runs several pieces of work in one transaction; returns what each returns or raises."""
         outcomes: list[Any] = []
         try:
             with self._store.transaction():

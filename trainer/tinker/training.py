@@ -224,7 +224,7 @@ class Training:
         return records, outdated
 
     async def _clean(self, records: Sequence[Record], outdated: Path | None) -> None:
-        """Adds what is on disk now to the state, and removes what it replaces or outlives."""
+        """Adds the records that are on disk now to the state, and removes superfluous files."""
         for record in records:
             replaced = self._state.add(record)
             if isinstance(replaced, Checkpoint) and replaced is not record:

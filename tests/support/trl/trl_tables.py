@@ -17,7 +17,7 @@ def table(arguments: Mapping[str, Argument]) -> str:
             reasons.setdefault(key, []).append(f"`{name}`")
     if len(rows) == 2:
         rows = []
-    for kind in ("no effect, said", "no effect", "refused"):
+    for kind in ("no effect, with a warning", "no effect", "refused"):
         of_kind = {reason: names for (its, reason), names in reasons.items() if its == kind}
         if of_kind:
             rows += ["", f"| {kind} | why |", "|---|---|"]

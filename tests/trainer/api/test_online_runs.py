@@ -348,7 +348,7 @@ def test_train_after_an_error_goes_on_from_the_newest_checkpoint(
             7,
             r"not a reward function.*a function of completions, or an instance of a subclass of RewardFunction",
         ),
-        ("accuracy_reward", r"no org/name and no directory.*field: reward_fn.*a function itself"),
+        ("accuracy_reward", r"field: reward_fn.*value: accuracy_reward.*a function itself"),
         (torch.nn.Linear(1, 1), r"not a reward function.*a reward model by its name"),
         ([], r"there is no reward function"),
     ],
