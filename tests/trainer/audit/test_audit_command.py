@@ -346,7 +346,9 @@ def test_a_certificate_has_what_came_out(
         outcomes.append(found)
         Path(written).write_bytes(msgspec.json.encode(found))
 
-    monkeypatch.setattr("trainer.observe.audit.AuditRecord", lambda given: SimpleNamespace(last_step=last))
+    monkeypatch.setattr(
+        "trainer.observe.audit.AuditRecord", lambda given: SimpleNamespace(last_step=last)
+    )
     monkeypatch.setattr("trainer.policy.checkpoint.newest", lambda folder: published)
     monkeypatch.setattr(subprocess, "run", run)
     output = tmp_path / "certificate.json"
@@ -398,7 +400,9 @@ def test_a_certificate_has_what_came_out(
 def test_what_cannot_be_executed_has_no_certificate(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("trainer.observe.audit.AuditRecord", lambda given: SimpleNamespace(last_step=2))
+    monkeypatch.setattr(
+        "trainer.observe.audit.AuditRecord", lambda given: SimpleNamespace(last_step=2)
+    )
     monkeypatch.setattr("trainer.policy.checkpoint.newest", lambda folder: None)
     output = tmp_path / "file"
     with raises(ConfigError, field="trainer.run_dir"):
