@@ -152,7 +152,7 @@ MISTAKES = [
     Mistake(
         "chats without their column",
         "trainer.sft --model.name BASE --data.source FOLDER/chats.jsonl",
-        "data.source|there are messages|--data.messages_field",
+        "data.source|there are messages|data.messages_field",
     ),
     Mistake(
         "chats without an answer",

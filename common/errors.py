@@ -4,7 +4,7 @@ it.
 
 import difflib
 import reprlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 _MAX_VALUE_CHARS = 200
@@ -62,11 +62,13 @@ class ServiceError(Exception):
 
     `about` has further facts for programs, such as the `service` that did not answer. A log line
     about this error carries its code and all of these (`common.process.logs`), which is what
-    `rlhf diagnose` reads: the message may be reworded.
+    `rlhf diagnose` reads: the message may be reworded. `settings` are those that message and remedy
+    name, for an interface that calls them otherwise.
     """
 
     status = 500
     code = "internal"
+    request: str | None = None
 
     def __init__(
         self,
@@ -77,8 +79,8 @@ class ServiceError(Exception):
         remedy: str | None = None,
         code: str | None = None,
         status: int | None = None,
-        request: str | None = None,
         about: Mapping[str, Any] | None = None,
+        settings: Sequence[str] = (),
     ) -> None:
         self.message = shorten(message, _MAX_TEXT_CHARS)
         self.field = None if field is None else shorten(field)
@@ -86,17 +88,15 @@ class ServiceError(Exception):
         self.remedy = None if remedy is None else shorten(remedy, _MAX_TEXT_CHARS)
         self.code = code or type(self).code
         self.status = status or type(self).status
-        self.request = request
         self.about = dict(about or {})
-        super().__init__(self._text())
+        self.settings = settings
+        super().__init__(self.message)
 
-    def _text(self) -> str:
-        parts = [self.message]
-        for name in ("field", "value", "remedy", "request"):
-            text = getattr(self, name)
-            if text is not None:
-                parts.append(f"{name}: {text}")
-        return " · ".join(parts)
+    def __str__(self) -> str:
+        facts = self._known()
+        if self.request:
+            facts["request"] = self.request
+        return " · ".join([self.message, *(f"{name}: {text}" for name, text in facts.items())])
 
     def body(self) -> dict[str, Any]:
         """Returns the JSON body of the response: the one error shape."""
@@ -113,15 +113,15 @@ class ServiceError(Exception):
 
 class Refused(ValueError):
     """Why a validator of pydantic refuses a value, and the remedy; the text has both, for scripts
-    that make a section themselves. A validator that sees several settings says which one is to
-    change: `setting`.
+    that make a section themselves. A validator that sees several settings says which ones both
+    name: `settings`, of which the first is to change.
     """
 
-    def __init__(self, reason: str, remedy: str, setting: str | None = None) -> None:
+    def __init__(self, reason: str, remedy: str, *settings: str) -> None:
         super().__init__(f"{reason}: {remedy}")
         self.reason = reason
         self.remedy = remedy
-        self.setting = setting
+        self.settings = settings
 
 
 class InvalidInput(ServiceError):

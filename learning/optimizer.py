@@ -151,7 +151,7 @@ class Optimizer:
                 "or is of another kind",
                 field="trainer.run_dir",
                 remedy="keep the settings of the run that wrote it, "
-                "or start with --checkpoint.resume false",
+                "or start with checkpoint.resume false",
             )
         return made
 

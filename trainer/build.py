@@ -337,8 +337,9 @@ class _Leader:
     def _gpus(self, ranks: Ranks) -> int | None:
         """Counts the GPUs of trainer and engines; None when unknown."""
         engines = self.backend.engine_gpus
-        own = ranks.world_size if ranks.on_gpu else 0
-        return None if engines is None else own + engines
+        if engines is None or not ranks.on_gpu:
+            return engines
+        return ranks.world_size + engines
 
     def _flush(self) -> None:
         """Flushes the services and the rollout nodes' agents."""

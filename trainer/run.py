@@ -17,7 +17,7 @@ No part depends on the run; rollouts, weights, evaluator and log do not depend o
 """
 
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -84,8 +84,8 @@ class Listener:
         and `train_end`.
         """
 
-    def in_user_names(self, text: str) -> str:
-        """Returns a hint or alarm with the names that settings have in the user's own interface."""
+    def in_user_names(self, text: str, settings: Iterable[str]) -> str:
+        """Returns a text with the names that its settings have in the user's own interface."""
         return text
 
     def measured(self, step: int) -> dict[str, float]:
@@ -168,16 +168,16 @@ class Run:
                 self.weights.close()
 
     def _out_of_memory(self, memory: str, error: Exception) -> OutOfMemory:
-        rank = self.ranks.rank
         remedy = "lower it, set trainer.activation_checkpointing"
         if memory != "GPU memory":
             remedy = "give its process more memory and threads (pod limits, ulimit), lower it"
         return OutOfMemory(
-            f"rank {rank} is out of {memory} in step {self.policy.step + 1}: {error}",
+            f"rank {self.ranks.rank} is out of {memory} in step {self.policy.step + 1}: {error}",
             field="trainer.micro_batch_tokens",
             value=self.policy.config.trainer.pass_tokens,
             remedy=f"{remedy}, shorten answers (sampling.max_new_tokens), or spread the models "
             "over more ranks (parallel.shard_size); `rlhf doctor` computes what fits",
+            settings=("trainer.activation_checkpointing", "sampling.max_new_tokens"),
         )
 
     def begin_step(self) -> None:
@@ -292,8 +292,9 @@ class Run:
             mean_reward=evaluated.mean_reward if evaluated else None,
             identity=self.identity,
         )
-        files = {TRAINED_PROMPTS: self.trained_prompts.file()}
-        saved = self.checkpoints.save(state, snapshots, files)
+        saved = self.checkpoints.save(
+            state, snapshots, {TRAINED_PROMPTS: self.trained_prompts.file()}
+        )
         self.listener.on_event(self, "save", checkpoint=saved)
         return saved
 

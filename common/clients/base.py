@@ -303,14 +303,15 @@ class Client:
             watchdog.deadline_passed(
                 f"{self.service} did not answer {call} within {patience_s:.0f} s: {reason}"
             )
-        raise Unreachable(
+        unreachable = Unreachable(
             f"{self.service} did not answer {call} in time: {reason}",
             field="url",
             value=self.base_url,
             remedy=f"look at the log of {self.service}",
-            request=logs.request_id(),
             about={"service": self.service, "problem": problem},
         )
+        unreachable.request = logs.request_id()
+        raise unreachable
 
     async def _watch_attempt(
         self, attempt: str, call: str, patience: _Patience, start: float
@@ -489,8 +490,9 @@ class Client:
         detail["about"] = {"service": self.service}
         if detail.get("code") == ServiceLost.code:
             return ServiceLost(f"{self.service}: {message}", **detail)
-        request = logs.sent_headers().get(logs.REQUEST_HEADER)
-        return ServiceError(f"{self.service}: {message}", status=status, request=request, **detail)
+        error = ServiceError(f"{self.service}: {message}", status=status, **detail)
+        error.request = logs.request_id()
+        return error
 
     async def json(self, method: str, path: str, answer: type[_T], **arguments: Any) -> _T:
         """Sends a request and parses the JSON response as `answer`. Raises ServiceError when it has

@@ -102,7 +102,10 @@ class ModelShape:
                 vocabulary=config["vocab_size"],
                 tied=bool(config.get("tie_word_embeddings", kind in ("qwen2", "gemma3_text"))),
                 extra=KNOWN[kind],
-                experts=_experts(config) if mixture else 0,
+                # transformers 5 writes another name than the hub has.
+                experts=int(config.get("num_local_experts") or config["num_experts"])
+                if mixture
+                else 0,
                 experts_per_token=config["num_experts_per_tok"] if mixture else 0,
             )
         except KeyError as error:
@@ -223,11 +226,6 @@ def incomplete(error: KeyError) -> ConfigError:
         value=error.args[0],
         remedy="restore the model's config.json",
     )
-
-
-def _experts(config: Mapping[str, Any]) -> int:
-    """Returns the experts of a layer; transformers 5 writes another name than the hub has."""
-    return int(config.get("num_local_experts") or config["num_experts"])
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from functools import reduce
+from operator import attrgetter
 
 from common.errors import Refused
 from common.settings.algorithm import LOSSES, TURN_ADVANTAGES, AlgorithmSection, preset
@@ -85,9 +85,9 @@ _ADAPTED = {
     *("q_a_proj", "kv_a_proj_with_mqa", "q_b_proj", "kv_b_proj"),
     *("in_proj", "in_proj_qkvz", "lm_head"),
 }
-_NAME = re.compile(r"\{([a-z_.]+)(!?)\}")
+_NAME = re.compile(r"\{([a-z0-9_.]+)(!?)\}")
 """A setting in the text of a conflict: `{name}` stands for its name and value, `{name!}` for the
-name alone."""
+name alone. So a refusal knows which settings it names."""
 
 
 def check(config: Settings) -> None:
@@ -97,18 +97,17 @@ def check(config: Settings) -> None:
 
     def shown(match: re.Match[str]) -> str:
         setting, is_alone = match.groups()
-        value = reduce(getattr, setting.split("."), config)
-        if is_alone:
-            return setting
-        return f"{setting} {value:g}" if isinstance(value, float) else f"{setting} {value}"
+        value = attrgetter(setting)(config)
+        text = f"{value:g}" if isinstance(value, float) else value
+        return setting if is_alone else f"{setting} {text}"
 
-    def filled(text: str) -> str:
-        return _NAME.sub(shown, text)
+    def refusal(reason: str, remedy: str) -> Refused:
+        named = [setting for setting, _ in _NAME.findall(f"{reason} {remedy}")]
+        return Refused(_NAME.sub(shown, reason), _NAME.sub(shown, remedy), *named)
 
     for is_conflict, reason, remedy in _conflicts(config):
         if is_conflict:
-            setting = _NAME.findall(reason)[0][0]
-            raise Refused(filled(reason), filled(remedy), setting)
+            raise refusal(reason, remedy)
     # What a recipe sets is no mistake of the user's.
     presets = {"algorithm": preset(config.algorithm.model_dump())}
     for is_pointless, names, reason in _unread(config):
@@ -117,9 +116,7 @@ def check(config: Settings) -> None:
             holder = getattr(config, section)
             default = type(holder).model_fields[field].default
             if getattr(holder, field) != presets.get(section, {}).get(field, default):
-                raise Refused(
-                    f"{name} is set but not read, since {filled(reason)}", "leave it out", name
-                )
+                raise refusal(f"{{{name}!}} is set but not read, since {reason}", "leave it out")
 
 
 def _conflicts(config: Settings) -> Iterator[Conflict]:
@@ -138,42 +135,42 @@ def _conflicts(config: Settings) -> Iterator[Conflict]:
         (
             embedded and sampling.max_new_tokens >= room,
             "{sampling.max_new_tokens} leaves no room for a prompt in {rollout.max_context_tokens}",
-            "lower sampling.max_new_tokens or raise rollout.max_context_tokens",
+            "lower {sampling.max_new_tokens!} or raise {rollout.max_context_tokens!}",
         ),
         (
             algorithm.overlong_buffer >= sampling.max_new_tokens,
             "{algorithm.overlong_buffer} is not below {sampling.max_new_tokens}",
-            "lower algorithm.overlong_buffer",
+            "lower {algorithm.overlong_buffer!}",
         ),
         (
             sampling.group_size == 1 and algorithm.advantage not in ("gae", "none"),
-            "{algorithm.advantage} compares the completions of a group, but sampling.group_size "
+            "{algorithm.advantage} compares the completions of a group, but {sampling.group_size!} "
             "is 1",
-            "raise sampling.group_size, or use a critic (algorithm.name ppo)",
+            "raise {sampling.group_size!}, or use a critic ({algorithm.name!} ppo)",
         ),
         (
             algorithm.advantage == "none" and not config.teacher.url,
-            "{algorithm.advantage} learns only from a teacher, and teacher.url is empty",
-            "set teacher.url, or use another algorithm.advantage",
+            "{algorithm.advantage} learns only from a teacher, and {teacher.url!} is empty",
+            "set {teacher.url!}, or use another {algorithm.advantage!}",
         ),
         (
             algorithm.kl_coef and algorithm.kl_in == "reward" and algorithm.kl_estimator != "k1",
             "{algorithm.kl_estimator} with {algorithm.kl_in}, where only k1, the log ratio, "
             "has the gradient of the KL divergence, and the others can push the policy away from "
             "the reference",
-            "use k1, or algorithm.kl_in loss",
+            "use k1, or {algorithm.kl_in!} loss",
         ),
         (
             algorithm.kl_coef and algorithm.kl_in == "loss" and algorithm.kl_estimator == "k1",
             "{algorithm.kl_estimator} with {algorithm.kl_in} has an expected gradient of 0",
             "use k2 (the gradient of KL(policy ‖ reference)) or k3 (of KL(reference ‖ policy)), "
-            "or algorithm.kl_in reward",
+            "or {algorithm.kl_in!} reward",
         ),
         (
             config.teacher.url and truncated,
             f"{{sampling.{truncated}!}} removes tokens from the policy's distribution, so that its "
             "log-probabilities cannot be compared with the teacher's",
-            "leave it out, or leave teacher.url empty",
+            "leave it out, or leave {teacher.url!} empty",
         ),
         (
             algorithm.mini_batches > completions,
@@ -184,14 +181,13 @@ def _conflicts(config: Settings) -> Iterator[Conflict]:
             trainer.audit and not trainer.keep_groups_mb,
             "{trainer.audit} needs the groups of every step, and {trainer.keep_groups_mb} "
             "keeps none",
-            "raise it, or leave trainer.audit out",
+            "raise it, or leave {trainer.audit!} out",
         ),
         (
             in_flight > config.replay.capacity,
-            f"({{trainer.max_staleness!}} + 1) × trainer.batch_size × sampling.group_size = "
-            f"{in_flight} "
-            "completions do not fit in {replay.capacity}",
-            "raise replay.capacity or lower one of the three others",
+            "({trainer.max_staleness!} + 1) × {trainer.batch_size!} × {sampling.group_size!} = "
+            f"{in_flight} completions do not fit in {{replay.capacity}}",
+            "raise {replay.capacity!} or lower one of the three others",
         ),
     ]
     yield from wrong_arguments(
@@ -224,7 +220,7 @@ def _engine_args(config: Settings) -> Iterator[Conflict]:
             True,
             f"{{rollout.engine_args!}} has {word}, which every node of an engine gets with a value "
             "of its own",
-            "leave it out, and set rollout.nodes_per_engine",
+            "leave it out, and set {rollout.nodes_per_engine!}",
         )
     distributed = config.trainer.weight_sync == "distributed"
     yield (
@@ -233,7 +229,7 @@ def _engine_args(config: Settings) -> Iterator[Conflict]:
         "but with {trainer.weight_sync} an engine that has several copies of the model takes no "
         "weights",
         "leave it out, since the router already shares requests among engines, add "
-        "--enable-dp-attention, or set trainer.weight_sync http",
+        "--enable-dp-attention, or set {trainer.weight_sync!} http",
     )
     for name, groups in (
         ("--ep-size", rollout.expert_groups),
@@ -243,7 +239,7 @@ def _engine_args(config: Settings) -> Iterator[Conflict]:
             distributed and rollout.tensor_parallel_size % groups,
             f"{{rollout.engine_args!}} has {name} {groups}, which does not divide "
             "{rollout.tensor_parallel_size}",
-            "set rollout.tensor_parallel_size to a multiple of it",
+            "set {rollout.tensor_parallel_size!} to a multiple of it",
         )
     for kernels in _OWN_KERNELS.findall(" ".join(rollout.engine_args)):
         yield (
@@ -251,7 +247,7 @@ def _engine_args(config: Settings) -> Iterator[Conflict]:
             f"{{rollout.engine_args!}} has --moe-runner-backend {kernels}, whose kernels arrange "
             "the experts in another way than they are sent, but with {trainer.weight_sync} the "
             "trainer compares their checksums",
-            "leave it out, name triton, or set trainer.weight_sync http",
+            "leave it out, name triton, or set {trainer.weight_sync!} http",
         )
         yield (
             config.trainer.routing_replay,
@@ -266,7 +262,7 @@ def _engine_args(config: Settings) -> Iterator[Conflict]:
                     True,
                     f"{{rollout.engine_args!}} has {word}, but with {{trainer.weight_sync}} "
                     f"{reason}",
-                    "leave it out, or set trainer.weight_sync http",
+                    "leave it out, or set {trainer.weight_sync!} http",
                 )
 
 
@@ -277,20 +273,20 @@ def _several_nodes(config: Settings) -> Iterator[Conflict]:
         (
             rollout.engine == "embedded",
             "{rollout.nodes_per_engine} needs an engine of several processes, and "
-            "rollout.engine embedded is one",
-            "set rollout.engine sglang, or leave rollout.nodes_per_engine out",
+            "{rollout.engine!} embedded is one",
+            "set {rollout.engine!} sglang, or leave {rollout.nodes_per_engine!} out",
         ),
         (
             rollout.gpus_per_engine % rollout.nodes_per_engine,
             f"the {rollout.gpus_per_engine} processes of an engine cannot be divided among "
             "{rollout.nodes_per_engine}",
-            "set rollout.tensor_parallel_size to a multiple of it",
+            "set {rollout.tensor_parallel_size!} to a multiple of it",
         ),
         (
             rollout.colocate,
-            "{rollout.nodes_per_engine} spreads an engine over nodes, but with rollout.colocate "
+            "{rollout.nodes_per_engine} spreads an engine over nodes, but with {rollout.colocate!} "
             "trainer and engine share the GPUs of one",
-            "set rollout.colocate to false",
+            "set {rollout.colocate!} to false",
         ),
         (
             rollout.copies_per_engine > 1,
@@ -311,24 +307,22 @@ def _gdpo(config: Settings) -> Iterator[Conflict]:
             config.reward.require_stop,
             "{reward.require_stop!} changes only the sum of the rewards, and {algorithm.advantage} "
             "normalises each reward separately",
-            "set reward.require_stop to false and algorithm.mask_truncated to true",
+            "set {reward.require_stop!} to false and {algorithm.mask_truncated!} to true",
         ),
         (
             config.algorithm.kl_coef and config.algorithm.kl_in == "reward",
             "{algorithm.kl_in} changes only the sum of the rewards, and {algorithm.advantage} "
             "normalises each reward separately",
-            "set algorithm.kl_in loss",
+            "set {algorithm.kl_in!} loss",
         ),
     ]
     for entry in config.reward.functions:
-        if isinstance(entry, OwnReward) and entry.weight != 1:
-            yield (
-                True,
-                f"{{reward.functions!}} weights {entry.name}, whose scores have the function's own "
-                "name rather than its import path, and {algorithm.advantage} weights scores by name"
-                "",
-                "remove this weight, which is then 1",
-            )
+        yield (
+            isinstance(entry, OwnReward) and entry.weight != 1,
+            f"{{reward.functions!}} weights {entry.name}, whose scores have the function's own "
+            "name rather than its import path, and {algorithm.advantage} weights scores by name",
+            "remove this weight, which is then 1",
+        )
 
 
 def _sampling(config: Settings) -> Iterator[Conflict]:
@@ -350,30 +344,31 @@ def _sampling(config: Settings) -> Iterator[Conflict]:
             rollout.engine == "embedded" and longest >= rollout.max_context_tokens,
             "{evaluation.max_new_tokens} leaves no room for a prompt in "
             "{rollout.max_context_tokens}",
-            "lower evaluation.max_new_tokens or raise rollout.max_context_tokens",
+            "lower {evaluation.max_new_tokens!} or raise {rollout.max_context_tokens!}",
         ),
         (
             evaluation.n > 1 and evaluation.temperature == 0,
             "{evaluation.n} is of no use, since greedy answers are all the same",
-            "set evaluation.temperature",
+            "set {evaluation.temperature!}",
         ),
         (
             (sampling.top_k or 0) > MAX_KEPT,
             f"{{sampling.top_k}} is above {MAX_KEPT}, the largest number of candidates that "
             "training can record for a sampled token",
-            "lower it, or leave it unset and set evaluation.top_k",
+            "lower it, or leave it unset and set {evaluation.top_k!}",
         ),
         (
             truncated and drops_fields,
             f"{{sampling.{truncated}!}} requires that SGLang reports the candidates of every "
             "token, and {rollout.router} removes that field from requests",
-            f"leave rollout.router out, or set it only for evaluations (evaluation.{truncated})",
+            f"leave {{rollout.router!}} out, or set it only for evaluations "
+            f"({{evaluation.{truncated}!}})",
         ),
         (
             replays and drops_fields,
             "{trainer.routing_replay} requires that SGLang reports the experts of every token, "
             "and {rollout.router} removes that field from requests",
-            "leave rollout.router or trainer.routing_replay out",
+            "leave {rollout.router!} or {trainer.routing_replay!} out",
         ),
     ]
 
@@ -383,20 +378,20 @@ def _colocate(config: Settings) -> Iterator[Conflict]:
         (
             config.trainer.max_staleness,
             "{trainer.max_staleness} lets the engines generate during the update, but with "
-            "rollout.colocate they take turns on the same GPUs",
-            "set trainer.max_staleness to 0, or rollout.colocate to false",
+            "{rollout.colocate!} they take turns on the same GPUs",
+            "set {trainer.max_staleness!} to 0, or {rollout.colocate!} to false",
         ),
         (
             config.trainer.weight_sync == "distributed",
             "{trainer.weight_sync} needs the GPUs of the trainer and of the engines at once, "
-            "but with rollout.colocate they take turns on the same GPUs",
-            "set trainer.weight_sync to http or shared",
+            "but with {rollout.colocate!} they take turns on the same GPUs",
+            "set {trainer.weight_sync!} to http or shared",
         ),
         (
             config.rollout.engine == "sglang" and config.rollout.device == "cpu",
             "{rollout.device} leaves no GPU to share, and SGLang can release only the memory of "
             "GPUs",
-            "set rollout.colocate to false, or rollout.engine embedded",
+            "set {rollout.colocate!} to false, or {rollout.engine!} embedded",
         ),
     ]
 
@@ -410,35 +405,35 @@ def _environment(config: Settings) -> Iterator[Conflict]:
         (
             config.algorithm.needs_critic,
             "{algorithm.advantage} needs a critic, which values single completions, and "
-            "environment.name makes episodes",
+            "{environment.name!} makes episodes",
             "use another algorithm, such as grpo",
         ),
         (
             environment.tool_timeout_s is not None and environment.kind == "agent",
             "{environment.tool_timeout_s} cannot end the tools of a program, which "
-            "environment.name starts",
+            "{environment.name!} starts",
             "leave it out, and end them in the program",
         ),
         (
             min_episodes is not None and min_episodes > config.sampling.group_size,
             "{environment.min_episodes} is more than {sampling.group_size}, the episodes of a "
             "group",
-            "lower environment.min_episodes",
+            "lower {environment.min_episodes!}",
         ),
         (
             environment.turn_discount is not None and advantage not in TURN_ADVANTAGES,
             "{algorithm.advantage} does not compare single turns",
-            f"leave environment.turn_discount out, or use one of {', '.join(TURN_ADVANTAGES)}",
+            f"leave {{environment.turn_discount!}} out, or use one of {', '.join(TURN_ADVANTAGES)}",
         ),
     ]
     needs_single = [
-        *(name for name in _SINGLE if reduce(getattr, name.split("."), config)),
+        *(name for name in _SINGLE if attrgetter(name)(config)),
         *(["algorithm.advantage"] if advantage == "reward_normalised" else []),
     ]
     for name in needs_single:
         yield (
             True,
-            f"{{{name}}} needs single completions, but environment.name makes episodes",
+            f"{{{name}}} needs single completions, but {{environment.name!}} makes episodes",
             "leave it out",
         )
 
@@ -450,7 +445,7 @@ def _reproducible(config: Settings) -> Iterator[Conflict]:
             config.rollout.engine == "sglang" and config.rollout.device == "cpu",
             "reproducible needs an attention backend that is deterministic, and SGLang has none "
             "for {rollout.device}",
-            "set rollout.engine embedded, or reproducible false",
+            "set {rollout.engine!} embedded, or reproducible false",
         ),
         (
             config.trainer.routing_replay,
@@ -466,18 +461,17 @@ def _reproducible(config: Settings) -> Iterator[Conflict]:
         (
             config.teacher.url,
             "reproducible cannot say how {teacher.url}, another server, rounds its scores",
-            "leave teacher.url empty, or set reproducible false",
+            "leave {teacher.url!} empty, or set reproducible false",
         ),
     ]
     for entry in config.reward.functions:
-        if isinstance(entry, ModelReward | JudgeReward):
-            yield (
-                True,
-                "reproducible needs rewards that depend on nothing but the answer, and "
-                f"{{reward.functions!}} has {entry.name}, whose scores vary with the answers that "
-                "are graded beside it",
-                "leave it out, or set reproducible false",
-            )
+        yield (
+            isinstance(entry, ModelReward | JudgeReward),
+            "reproducible needs rewards that depend on nothing but the answer, and "
+            f"{{reward.functions!}} has {entry.name}, whose scores vary with the answers that "
+            "are graded beside it",
+            "leave it out, or set reproducible false",
+        )
     if config.trainer.max_staleness == 0:
         return
     yield from [
@@ -485,54 +479,51 @@ def _reproducible(config: Settings) -> Iterator[Conflict]:
             config.trainer.when_stale != "wait",
             "{trainer.when_stale} trains on the groups that are ready first, and with "
             "reproducible the order must not depend on time",
-            "set trainer.when_stale wait",
+            "set {trainer.when_stale!} wait",
         ),
         (
             config.algorithm.dynamic_sampling,
             "{algorithm.dynamic_sampling} draws other prompts while weights are on their way, "
             "and with reproducible their version must not depend on time",
-            "set trainer.max_staleness 0",
+            "set {trainer.max_staleness!} 0",
         ),
         (
             config.replay.reuse_ratio,
             "{replay.reuse_ratio} draws from a buffer that is filled meanwhile, and with "
             "reproducible the draw must not depend on time",
-            "set trainer.max_staleness 0",
+            "set {trainer.max_staleness!} 0",
         ),
         (
             config.data.curriculum != "none",
             "{data.curriculum} draws prompts while pass rates are on their way, and with "
             "reproducible the choice must not depend on time",
-            "set trainer.max_staleness 0",
+            "set {trainer.max_staleness!} 0",
         ),
     ]
 
 
 def _lora(config: Settings) -> Iterator[Conflict]:
     """Refuses settings that contradict LoRA."""
-    if config.lora.rank and config.algorithm.reference_refresh:
-        yield (
-            True,
-            "{algorithm.reference_refresh} with lora.rank, where the reference is the frozen "
-            "model, which never changes",
-            "leave it at 0",
-        )
+    yield (
+        config.lora.rank and config.algorithm.reference_refresh,
+        "{algorithm.reference_refresh} with {lora.rank!}, where the reference is the frozen "
+        "model, which never changes",
+        "leave it at 0",
+    )
     if not config.lora.publishes_adapter:
         return
-    if config.trainer.weight_sync == "distributed":
-        yield (
-            True,
-            "{trainer.weight_sync} broadcasts a whole model, and {lora.publish} is not one",
-            "set lora.publish merged, or trainer.weight_sync http (or shared), which sends the "
-            "adapter's two small files",
-        )
+    yield (
+        config.trainer.weight_sync == "distributed",
+        "{trainer.weight_sync} broadcasts a whole model, and {lora.publish} is not one",
+        "set {lora.publish!} merged, or {trainer.weight_sync!} http (or shared), which sends "
+        "the adapter's two small files",
+    )
     problem = unloadable_adapter(config.lora.target_modules)
-    if problem and config.rollout.engine == "sglang":
-        yield (
-            True,
-            f"{{lora.target_modules!}} {problem}",
-            "name other layers, or set lora.publish merged",
-        )
+    yield (
+        problem and config.rollout.engine == "sglang",
+        f"{{lora.target_modules!}} {problem}",
+        "name other layers, or set {lora.publish!} merged",
+    )
 
 
 def without_adapters(layers: Iterable[str]) -> list[str]:
@@ -576,75 +567,80 @@ def _unread(config: Settings) -> list[tuple[bool, Sequence[str], str]]:
             known_columns,
         ),
         (not data.is_math, ("data.levels", "data.subjects"), "{data.source} is not math"),
-        (bool(data.messages_field), ("data.prompt_field",), "data.messages_field is set"),
+        (bool(data.messages_field), ("data.prompt_field",), "{data.messages_field!} is set"),
         (
             bool(data.prompt_template) and not config.model.chat_template,
             ("sampling.system_prompt", "sampling.chat_template_kwargs"),
-            "data.prompt_template replaces the chat template, unless model.chat_template is set",
+            "{data.prompt_template!} replaces the chat template, unless {model.chat_template!} is "
+            "set",
         ),
         (
             not config.teacher.url,
             _all(config, "teacher", ("url",)),
-            "teacher.url is empty",
+            "{teacher.url!} is empty",
         ),
         (
             not config.teacher.is_openai,
             ("teacher.model",),
-            "teacher.url does not end with /v1, and an engine without /v1 serves only one model",
+            "{teacher.url!} does not end with /v1, and an engine without /v1 serves only one model",
         ),
         (
             not config.trackers.names,
             _all(config, "trackers", ("names",)),
-            "trackers.names is empty",
+            "{trackers.names!} is empty",
         ),
         (
             makes_episodes,
             _OF_COMPLETIONS,
-            "it applies to single completions and environment.name makes episodes",
+            "it applies to single completions and {environment.name!} makes episodes",
         ),
         (
             not makes_episodes,
             # A port may be set once for all runs.
             _all(config, "environment", ("name", "port")),
-            "environment.name is empty",
+            "{environment.name!} is empty",
         ),
         (
             config.environment.kind not in ("agent", "harbor"),
             _all(config, "runtime"),
-            "environment.name starts no agent:COMMAND or harbor:COMMAND",
+            "{environment.name!} starts no agent:COMMAND or harbor:COMMAND",
         ),
         (
             not config.algorithm.needs_critic,
             _all(config, "critic"),
             "{algorithm.advantage} has no critic",
         ),
-        (config.model.dtype == "float32", ("model.fp32_head",), "model.dtype is float32"),
+        (config.model.dtype == "float32", ("model.fp32_head",), "{model.dtype!} is float32"),
         (
             config.algorithm.kl_coef == 0,
             ("model.reference", "parallel.offload_reference"),
-            "algorithm.kl_coef is 0",
+            "{algorithm.kl_coef!} is 0",
         ),
         (
             config.sampling.ignore_eos,
             ("sampling.min_new_tokens", "sampling.stop_token_ids"),
-            "sampling.ignore_eos is set",
+            "{sampling.ignore_eos!} is set",
         ),
         (
             config.evaluation.samples == 0,
             _all(config, "evaluation", ("samples", "every", "pass_samples")),
-            "evaluation.samples is 0",
+            "{evaluation.samples!} is 0",
         ),
-        (config.lora.rank == 0, _all(config, "lora"), "lora.rank is 0"),
+        (config.lora.rank == 0, _all(config, "lora"), "{lora.rank!} is 0"),
         (
             config.lora.rank > 0 and not config.model.reference,
             ("parallel.offload_reference",),
-            "with lora.rank the reference is the policy's own frozen model, not a second model",
+            "with {lora.rank!} the reference is the policy's own frozen model, not a second model",
         ),
-        (config.trainer.max_staleness == 0, ("trainer.when_stale",), "trainer.max_staleness is 0"),
+        (
+            config.trainer.max_staleness == 0,
+            ("trainer.when_stale",),
+            "{trainer.max_staleness!} is 0",
+        ),
         (
             config.replay.reuse_ratio == 0,
             ("replay.priority", "replay.max_times_sampled", "replay.max_reuse_staleness"),
-            "replay.reuse_ratio is 0",
+            "{replay.reuse_ratio!} is 0",
         ),
     ]
     return _unread_of_algorithm(config.algorithm) + rows
@@ -694,7 +690,7 @@ def _unread_of_algorithm(algorithm: AlgorithmSection) -> list[tuple[bool, Sequen
         (
             algorithm.updates_per_batch == 1,
             ("algorithm.early_stop_kl",),
-            "algorithm.update_epochs and mini_batches are 1",
+            "{algorithm.update_epochs!} and mini_batches are 1",
         ),
         (
             algorithm.kl_coef == 0,
@@ -702,17 +698,17 @@ def _unread_of_algorithm(algorithm: AlgorithmSection) -> list[tuple[bool, Sequen
                 f"algorithm.{name}"
                 for name in ("kl_in", "kl_estimator", "kl_target", "reference_refresh")
             ],
-            "algorithm.kl_coef is 0, so there is no reference model",
+            "{algorithm.kl_coef!} is 0, so there is no reference model",
         ),
         (
             not algorithm.dynamic_sampling,
             ("algorithm.dynamic_sampling_rounds",),
-            "algorithm.dynamic_sampling is off",
+            "{algorithm.dynamic_sampling!} is off",
         ),
         (
             algorithm.rollout_correction == "none",
             ("algorithm.correction_cap", "algorithm.correction_floor"),
-            "algorithm.rollout_correction is none, or auto with trainer.max_staleness 0 and "
+            "{algorithm.rollout_correction!} is none, or auto with {trainer.max_staleness!} 0 and "
             "engines on CPUs",
         ),
         (
@@ -723,7 +719,7 @@ def _unread_of_algorithm(algorithm: AlgorithmSection) -> list[tuple[bool, Sequen
         (
             asks_engine and algorithm.rejects,
             ("algorithm.old_logprobs",),
-            "algorithm.geometric_low and geometric_high always use the trainer's own",
+            "{algorithm.geometric_low!} and geometric_high always use the trainer's own",
         ),
         (
             asks_engine and algorithm.correction is not None,

@@ -223,11 +223,13 @@ def from_validation(error: ValidationError) -> ConfigError:
         return unknown([*names(), *_reward_arguments()], name, name, first["input"])
     wrong = explained(first)
     # A name that is no text, such as a lone surrogate, has no place.
-    field = wrong.setting or name or "configuration"
+    field = next(iter(wrong.settings), name) or "configuration"
     # A whole section explains nothing and might hold a credential.
     is_section = isinstance(first["input"], dict | BaseModel)
     value = None if is_section else shorten(first["input"])
-    return ConfigError(wrong.reason, field=field, value=value, remedy=wrong.remedy)
+    return ConfigError(
+        wrong.reason, field=field, value=value, remedy=wrong.remedy, settings=wrong.settings
+    )
 
 
 def _reward_arguments() -> Iterator[str]:

@@ -65,17 +65,17 @@ def wrong_arguments(
     yield (
         "min_lr" in known and len({"min_lr", "min_lr_rate"} & arguments.keys()) != 1,
         "{optimizer.lr_schedule} needs one lowest rate",
-        "give min_lr or min_lr_rate in optimizer.lr_schedule_args",
+        "give min_lr or min_lr_rate in {optimizer.lr_schedule_args!}",
     )
     yield (
         schedule == "warmup_stable_decay" and "num_decay_steps" not in arguments,
         "{optimizer.lr_schedule} needs the steps of its decay",
-        "give num_decay_steps in optimizer.lr_schedule_args",
+        "give num_decay_steps in {optimizer.lr_schedule_args!}",
     )
     lowest = arguments.get("lr_end", 1e-7 if schedule == "polynomial" else 0.0)
     yield (
         lowest >= learning_rate,
         f"{{optimizer.lr_schedule_args!}} has the lr_end {lowest:g}, which is not below "
-        f"optimizer.learning_rate {learning_rate:g}",
+        f"{{optimizer.learning_rate!}} {learning_rate:g}",
         "lower it",
     )

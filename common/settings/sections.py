@@ -203,7 +203,7 @@ class RewardSection(Section):
                 raise Refused(
                     f"reward.functions has {name} twice",
                     "leave one out, and name all its tasks in the other",
-                    setting="reward.functions",
+                    "reward.functions",
                 )
         return self
 
@@ -239,20 +239,20 @@ class TeacherSection(Section):
             raise Refused(
                 f"teacher.url {self.url} is not a URL",
                 "write http://HOST:PORT, or http://HOST:PORT/v1",
-                setting="teacher.url",
+                "teacher.url",
             )
         if "@" in rest.partition("/")[0]:
             raise Refused(
                 "teacher.url contains credentials, but a run saves its settings",
                 "put them into TEACHER_API_KEY",
-                setting="teacher.url",
+                "teacher.url",
             )
         if self.is_openai and not self.model:
             raise Refused(
                 "teacher.url ends with /v1, and an OpenAI-compatible endpoint needs the name of "
                 "the model",
                 "set teacher.model",
-                setting="teacher.url",
+                "teacher.url",
             )
         return self
 
@@ -434,7 +434,7 @@ class RolloutSection(Section):
                     f"rollout.engine_args contains a secret ({word.partition('=')[0]}), but a run "
                     "saves its settings",
                     "set API_TOKEN in the environment instead",
-                    setting="rollout.engine_args",
+                    "rollout.engine_args",
                 )
         return self
 

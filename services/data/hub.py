@@ -56,7 +56,7 @@ def hub_rows(name: str, config: str, split: str) -> Iterator[Row]:
             f"{name} cannot be loaded from the Hugging Face hub ({part}): {cause}",
             field="data.source",
             value=name,
-            remedy="use a copy in files: --data.source PATH (.jsonl, .json, .csv, .parquet or a "
+            remedy="use a copy in files: data.source PATH (.jsonl, .json, .csv, .parquet or a "
             "directory); or check the name, data.hub_config, the network, HF_TOKEN and "
             "HF_ENDPOINT; or with a cached copy set HF_HUB_OFFLINE=1 and HF_HOME to its folder",
         ) from error

@@ -62,7 +62,7 @@ class CustomDatasetLoader(RowLoader):
             )
         task = self.task
         if self.task_field:
-            task = text_of(row, self.task_field, "--data.task_field")
+            task = text_of(row, self.task_field, "data.task_field")
         used = [self.messages_field or self.prompt_field, self.answer_field, self.task_field, "id"]
         return Prompt(
             id=id_of(row, default_id),
@@ -80,11 +80,11 @@ class CustomDatasetLoader(RowLoader):
             if solution is not None and self.answer_field not in row:
                 return text, stated_answer(solution)
         else:
-            text = text_of(row, self.prompt_field, "--data.prompt_field")
+            text = text_of(row, self.prompt_field, "data.prompt_field")
             refuse_chat_as_text(text, self.prompt_field)
         if _TESTS in row and row.get(self.answer_field) is None:
             return text, ""
-        return text, answer_of(row, self.answer_field, "--data.answer_field")
+        return text, answer_of(row, self.answer_field, "data.answer_field")
 
 
 def _single_turn(messages: list[tuple[str, str]], column: str) -> tuple[str, str | None]:

@@ -66,6 +66,7 @@ def row_at(where: str, field: str | None = None) -> Iterator[None]:
             field=field or error.field,
             value=where if error.value is None else error.value,
             remedy=error.remedy,
+            settings=error.settings,
         ) from error.__cause__
 
 
@@ -83,22 +84,24 @@ def refuse_same_ids(prompts: Iterable[Prompt], field: str) -> None:
         seen.add(prompt.id)
 
 
-def _value(row: Cells, column: str, setting: str) -> Any:
+def _value(row: Cells, column: str, *settings: str) -> Any:
     if column not in row:
-        refuse(
+        raise BadRow(
             f"there is no column {column!r}; there are {', '.join(map(str, row))}",
-            f"set {setting}",
+            field="data.source",
+            remedy=f"set {' or '.join(settings)}",
+            settings=settings,
         )
     return row[column]
 
 
-def text_of(row: Cells, column: str, setting: str, limit: int = MAX_TEXT_CHARS) -> str:
+def text_of(row: Cells, column: str, *settings: str, limit: int = MAX_TEXT_CHARS) -> str:
     """Returns a column as text, from a text or a number.
 
-    `setting` is the setting that names the column, for the remedy when it is missing. Raises BadRow
+    `settings` are those that name the column, for the remedy when it is missing. Raises BadRow
     when the column is absent, empty, too long, or neither a text nor a number.
     """
-    value = _value(row, column, setting)
+    value = _value(row, column, *settings)
     if isinstance(value, float) and value.is_integer():
         value = int(value)  # libraries return integer columns with gaps as floats
     number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
@@ -219,7 +222,7 @@ def messages_of(row: Cells, column: str) -> Sequence[Any]:
     """Returns the messages in a column, a list or its JSON text. Raises ConfigError for anything
     else, and for an empty list.
     """
-    messages = value = _value(row, column, "--data.messages_field")
+    messages = value = _value(row, column, "data.messages_field")
     if isinstance(value, str):
         try:
             messages = json.loads(value)
@@ -258,4 +261,4 @@ def read_message(message: object, column: str) -> tuple[str, str]:
     named = f"{column} ({role})"
     if not isinstance(content, str):
         refuse(f"column {named!r} is {message.get('content')!r:.80}, not a text")
-    return role, text_of({named: content}, named, "--data.messages_field")
+    return role, text_of({named: content}, named, "data.messages_field")

@@ -97,9 +97,9 @@ class WorkedLoader(RowLoader):
             tools = _tools(row)
             named = data.messages_field
         else:
-            chat = _messages(row, data.prompt_field, "user", setting="--data.prompt_field")
+            chat = _messages(row, data.prompt_field, "user", setting="data.prompt_field")
             named = data.answer_field
-            chat += _messages(row, named, "assistant", setting="--data.answer_field")
+            chat += _messages(row, named, "assistant", setting="data.answer_field")
         _check(chat, named)
         used = {data.messages_field or data.prompt_field, "id"}
         columns = further_columns(row, used) if data.prompt_template else {}
@@ -110,8 +110,7 @@ class WorkedLoader(RowLoader):
 def _messages(row: Cells, column: str, role: str, setting: str = "") -> list[Message]:
     """Returns the messages in a column; a text is one message of `role`, if there is one."""
     if role and not isinstance(row.get(column), list | tuple):
-        setting += "; of chats, --data.messages_field" if column not in row else ""
-        return [{"role": role, "content": text_of(row, column, setting)}]
+        return [{"role": role, "content": text_of(row, column, setting, "data.messages_field")}]
     return [_message(message, column) for message in messages_of(row, column)]
 
 

@@ -15,7 +15,7 @@ import math
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -33,7 +33,7 @@ from common import Json
 from common.errors import ConfigError, did_you_mean
 from common.wire.schemas import Group
 from trainer.api.output import link_checkpoint, remove_dead_links
-from trainer.api.refusals import names_in
+from trainer.api.refusals import own_names
 from trainer.api.settings import TrainerConfig
 from trainer.api.trl import NamedNumbers
 from trainer.observe.run_dir import append_line, read_lines
@@ -125,8 +125,8 @@ class Callbacks(Listener):
         with self._lock:
             self._rows += rows
 
-    def in_user_names(self, text: str) -> str:
-        names = names_in(text, self.args.names())
+    def in_user_names(self, text: str, settings: Iterable[str]) -> str:
+        names = own_names(settings, self.args.names())
         return f"{text} ({names})" if names else text
 
     def measured(self, step: int) -> Numbers:

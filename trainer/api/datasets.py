@@ -138,7 +138,7 @@ def _prompt(item: Any, default_id: str) -> Prompt:
         refuse(f"reward functions already have an argument {name!r}", "rename the column")
 
     prompt_id = id_of(item, default_id)
-    question = chat[-1]["content"] if chat else text_of(item, column, setting=column)
+    question = chat[-1]["content"] if chat else text_of(item, column, column)
     refuse_chat_as_text(question, column)
     ground_truth = ""
     answer = _column(item, _ANSWER_COLUMNS)

@@ -153,14 +153,13 @@ def _finds_gpu() -> bool:
     return bool(torch.cuda.is_available())
 
 
-def _signature() -> inspect.Signature:
-    """Returns the arguments of GRPOConfig, which some scripts read to leave out unknown ones."""
-    names = dict.fromkeys(["output_dir", *GRPOConfig.model_fields, *ARGUMENTS])
-    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
-    return inspect.Signature([inspect.Parameter(name, kind, default=None) for name in names])
-
-
-GRPOConfig.__init__.__signature__ = _signature()  # type: ignore[attr-defined]
+# Some scripts read the arguments of GRPOConfig to leave out unknown ones.
+GRPOConfig.__init__.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+    [
+        inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=None)
+        for name in dict.fromkeys(["output_dir", *GRPOConfig.model_fields, *ARGUMENTS])
+    ]
+)
 
 
 def _dataclass() -> Any:

@@ -58,6 +58,7 @@ def check_output(directory: Path, may_hold_run: bool, resume: bool) -> None:
             value=str(directory),
             remedy="continue it (resume_from_checkpoint=True), replace it "
             "(overwrite_output_dir=True), or name another directory",
+            settings=("resume_from_checkpoint",),
         )
     make_directory(directory, "output_dir")
 

@@ -1,7 +1,6 @@
 """Collects everything that is wrong with what a caller gives, to say it all at once."""
 
-import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import copy
 from types import MappingProxyType
@@ -16,36 +15,21 @@ Given = Mapping[str, Any]
 _Error = TypeVar("_Error", bound=ServiceError)
 
 
-def names_in(text: str, names: Names) -> str:
-    """Returns what the settings in a text are called elsewhere, such as `algorithm.kl_coef is beta
-    here`; empty if it mentions none of `names`.
+def own_names(settings: Iterable[str], names: Names) -> str:
+    """Returns what settings are called elsewhere, such as `algorithm.kl_coef is beta here`; empty
+    if `names` has none of them.
     """
-    known = []
-    for name, other in names.items():
-        is_word = re.search(rf"(?<![\w.]){re.escape(name)}(?!\w|\.\w)", text)
-        if is_word and other != name:
-            known.append(f"{name} is {other} here")
-    return ", ".join(known)
+    known = [name for name in dict.fromkeys(settings) if names.get(name, name) != name]
+    return ", ".join(f"{name} is {names[name]} here" for name in known)
 
 
 def with_names(error: _Error, names: Names) -> _Error:
-    """Returns the error with the caller's name of its field, and of the other settings that it
-    mentions.
-    """
+    """Returns the error with the caller's name of its field, and of its other settings."""
     changed = copy(error)
-    others = {name: other for name, other in names.items() if name != error.field}
-    remedy = [error.remedy or "", names_in(f"{error.message} {error.remedy}", others)]
-    ServiceError.__init__(
-        changed,
-        error.message,
-        field=names.get(error.field or "", error.field),
-        value=error.value,
-        remedy="; ".join(filter(None, remedy)) or None,
-        code=error.code,
-        status=error.status,
-        request=error.request,
-        about=error.about,
-    )
+    changed.field = names.get(error.field or "", error.field)
+    others = own_names([name for name in error.settings if name != error.field], names)
+    changed.remedy = "; ".join(filter(None, [error.remedy, others])) or None
+    changed.settings = [names.get(name, name) for name in error.settings]
     return changed
 
 

@@ -548,8 +548,10 @@ class TrainerConfig(ArgumentsOfOneProcess, BaseModel):
         the settings that follow from the fields.
         """
         wrong = [
-            ConfigError(message, field=field, value=getattr(self, field), remedy=remedy)
-            for field, message, remedy in self._contradictions()
+            ConfigError(
+                message, field=field, value=getattr(self, field), remedy=remedy, settings=others
+            )
+            for field, message, remedy, *others in self._contradictions()
         ]
         wrong += self._wrong_settings()
         for error in wrong:
@@ -565,8 +567,10 @@ class TrainerConfig(ArgumentsOfOneProcess, BaseModel):
             with refusals.collected():
                 checked.to_config(self.problems_per_step, 0, Path("outputs"))
 
-    def _contradictions(self) -> Iterator[tuple[str, str, str]]:
-        """Yields field, message and remedy for every contradiction between fields."""
+    def _contradictions(self) -> Iterator[tuple[str, ...]]:
+        """Yields field, message and remedy for every contradiction between fields, and the other
+        fields that they name if commands call these otherwise.
+        """
         recipe = self.trainer_type
         answers = self.per_device_train_batch_size * self.gradient_accumulation_steps
         if answers % self.num_generations:
@@ -581,6 +585,7 @@ class TrainerConfig(ArgumentsOfOneProcess, BaseModel):
                 "critic_learning_rate",
                 f"{recipe} has no critic",
                 "leave it out, or use trainer_type='ppo'",
+                "trainer_type",
             )
         is_other_recipe = self.loss_type not in (None, recipe, *LOSSES)
         if is_other_recipe and "advantage" in RECIPES[self.loss_type or recipe]:
@@ -588,6 +593,7 @@ class TrainerConfig(ArgumentsOfOneProcess, BaseModel):
                 "loss_type",
                 f"{self.loss_type} is a way to compute advantages, and trainer_type is {recipe}",
                 "set trainer_type to this value, and leave loss_type out",
+                "trainer_type",
             )
         if self.loss_type == "bnpo" and self.gradient_accumulation_steps > 1:
             yield (

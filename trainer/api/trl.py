@@ -61,7 +61,7 @@ class NotLogged(ConfigError, KeyError):
     """A number was read that is not there."""
 
     # That of KeyError shows the text as a literal.
-    __str__ = Exception.__str__
+    __str__ = ConfigError.__str__
 
 
 class NamedNumbers(Values):

@@ -1,7 +1,6 @@
 """Shared parts of `rlhf train` and `rlhf eval`: arguments from fields, and data sets."""
 
 import argparse
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,8 +15,6 @@ from common.settings.config import names
 from common.settings.sources import read_text
 from trainer.api.refusals import Names, with_names
 
-# An item of `TrainerConfig.settings`, which is an argument of `--set`.
-_SETTING = re.compile(r'settings\["(.+)"\]')
 DATASETS = (
     "gsm8k or math (from the Hugging Face hub), tiny (generated on the spot), or the path of a "
     "file or directory"
@@ -89,8 +86,8 @@ def setting(text: str) -> tuple[str, Any]:
 
 @contextmanager
 def argument_names(flags: Names) -> Iterator[None]:
-    """Names the command's argument in an error inside the block: as its field, and for the other
-    settings that it mentions.
+    """Names the command's argument in an error inside the block: as its field, and for its other
+    settings.
 
     Args:
         flags: arguments by the names of settings and of the Python API's fields and parameters.
@@ -98,12 +95,12 @@ def argument_names(flags: Names) -> Iterator[None]:
     try:
         yield
     except ServiceError as error:
-        field = _SETTING.sub(r"\1", error.field or "")
+        # An item of `TrainerConfig.settings` is an argument of `--set`.
+        field = (error.field or "").removeprefix('settings["').removesuffix('"]')
         flag = flags.get(field, f"--set {field}" if "." in field else field)
+        names = {name: f"--set {name}=VALUE" for name in error.settings if "." in name}
         # Nobody needs to be told that kl_coef is --kl-coef.
-        names = {
+        names |= {
             name: flag for name, flag in flags.items() if flag != f"--{name.replace('_', '-')}"
         }
-        if error.remedy and re.search(r"--\w+\.\w", error.remedy):
-            error.remedy += "; such a setting is --set NAME=VALUE here"
         raise with_names(error, names | {error.field or "": flag}) from None

@@ -130,7 +130,17 @@ def results_of(
         extracted_answers=[result.extracted_answer for _, result in greedy],
         rewards=[result.reward for _, result in greedy],
         correct=[_verdict(result) for _, result in greedy],
-        samples=[[_sample(*sampled) for sampled in of_problem[1:]] for of_problem in answers],
+        samples=[
+            [
+                {
+                    "response": answer.text,
+                    "reward": result.reward,
+                    "correct": _verdict(result),
+                }
+                for answer, result in of_problem[1:]
+            ]
+            for of_problem in answers
+        ],
     )
     if gives_verdicts:
         _add_figures_at_k(results)
@@ -178,10 +188,6 @@ def _lengths(greedy: Sequence[GeneratedAnswer]) -> dict[str, float] | None:
         "longest": max(known),
         "truncated": mean(answer.finish_reason == "length" for answer in greedy),
     }
-
-
-def _sample(answer: GeneratedAnswer, result: RewardResult) -> Json:
-    return {"response": answer.text, "reward": result.reward, "correct": _verdict(result)}
 
 
 def _verdict(result: RewardResult) -> bool | None:

@@ -134,8 +134,7 @@ def refused_calls(calls: int, refusal: str, rewards: Collection[float], config: 
     if calls < row.limit:
         return {}
     outcome = "" if any(rewards) else "all rewards are 0, and "
-    text = row.text(config, outcome=outcome, calls=calls, refusal=refusal)
-    return {"refused_calls": text}
+    return {"refused_calls": row.text(config, outcome=outcome, calls=calls, refusal=refusal)}
 
 
 def _age(staleness: float, config: Config) -> str:

@@ -31,7 +31,6 @@ from learning.digest import digest
 from learning.ranks import Ranks
 from learning.sharding import named_tensors
 from trainer.algorithms.batch import Batch
-from trainer.observe.catalogue import Texts
 from trainer.observe.run_dir import (
     AUDIT,
     append_line,
@@ -53,7 +52,7 @@ Given = Literal["prompts", "rewards", "environment"]
 class Setup(msgspec.Struct, kw_only=True):
     """What the bits of a result depend on, besides its inputs."""
 
-    packages: Texts
+    packages: dict[str, str]
     world_size: int
     threads: int
     """Threads of torch in a rank."""

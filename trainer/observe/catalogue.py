@@ -12,15 +12,25 @@ names, limits and settings.
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any, Self
 
 from common.settings.config import Config
 from trainer.trackers.base import Numbers
 
-Texts = dict[str, str]
+
+class Said(str):
+    """The text of an alarm or hint, with the `settings` that it names."""
+
+    settings: Sequence[str] = ()
+
+
+Texts = dict[str, Said]
 """The texts of alarms or hints by name."""
+_NAME = re.compile(r"\{([a-z0-9_.]+)!\}")
+"""A setting that a template names."""
 
 
 class Fault(str):
@@ -279,7 +289,8 @@ class Notice:
 
     seen: str
     """What is wrong. `seen` and `remedy` are templates of the measured numbers, of this row
-    (`note`) and of the settings (`config`)."""
+    (`note`), and of the settings: `{data.source!}` is the name of one, `{config.data.source}` its
+    value."""
     remedy: str
     limit: float
     """The main threshold, in `unit`."""
@@ -306,15 +317,16 @@ class Notice:
             else self.limit
         )
 
-    def text(self, config: Config, **measured: Any) -> str:
+    def text(self, config: Config, **measured: Any) -> Said:
         """Returns the sentence, or two: what is seen, and the remedy."""
         remedy = self.remedy
         for setting, further in self.remedies_unless_set.items():
-            section, _, name = setting.partition(".")
-            if getattr(getattr(config, section), name) in (0, None, "none"):
+            if attrgetter(setting)(config) in (0, None, "none"):
                 remedy += further
-        text = f"{self.seen}. {remedy}" if remedy else self.seen
-        return text.format(config=config, note=self, **measured)
+        template = f"{self.seen}. {remedy}" if remedy else self.seen
+        said = Said(_NAME.sub(r"\1", template).format(config=config, note=self, **measured))
+        said.settings = _NAME.findall(template)
+        return said
 
 
 # Names of further limits: when an earlier policy sampled, and with trainer.max_staleness.
@@ -322,7 +334,7 @@ _OLD = "with older experience"
 _STALE = "with staleness"
 _OF_TIME = "of the time"
 _USUAL_RATES = "1e-6 to 1e-5 is usual for all weights, 1e-5 to 1e-3 for an adapter"
-_RATE = "optimizer.learning_rate ({config.optimizer.learning_rate:g})"
+_RATE = "{optimizer.learning_rate!} ({config.optimizer.learning_rate:g})"
 _UNREAD = (
     "a reward function does not read the answers as they are (with a data set of chats they are "
     "lists of messages, not texts)"
@@ -339,9 +351,9 @@ NEVER_ENDS = (
 )
 _EQUAL = ": they carry no gradient, so most of what is generated is wasted"
 _MIXED = {
-    "data.curriculum": ", or prefer those in between (data.curriculum difficulty)",
+    "data.curriculum": ", or prefer those in between ({data.curriculum!} difficulty)",
     "algorithm.dynamic_sampling": (
-        "; algorithm.dynamic_sampling replaces such groups at the cost of generating more"
+        "; {algorithm.dynamic_sampling!} replaces such groups at the cost of generating more"
     ),
 }
 _GROUPS = "{share:.0%} of the groups have equal rewards"
@@ -406,42 +418,43 @@ HINTS = {
         ": every answer got the reward 0, so either all answers are wrong (the prompts are too "
         "hard), or a reward function fails and returns 0 (an error or a time-out that it "
         f"catches itself), or {_UNREAD}",
-        "Grade one right answer by hand with reward.functions, and see whether the column "
-        "data.answer_field has the answers; then take easier prompts (data.source, "
-        "data.levels), or a reward with intermediate steps (reward.functions)",
+        "Grade one right answer by hand with {reward.functions!}, and see whether the column "
+        "{data.answer_field!} has the answers; then take easier prompts ({data.source!}, "
+        "{data.levels!}), or a reward with intermediate steps ({reward.functions!})",
     ),
     "zero_variance_groups, same": _equal(
         f": every answer got the same reward, {{constant:g}}, perhaps because {_UNREAD}",
-        "The reward does not tell answers to one prompt apart: correct it (reward.functions)",
+        "The reward does not tell answers to one prompt apart: correct it ({reward.functions!})",
     ),
     "zero_variance_groups, unrated": _equal(
         "",
         "The reward does not tell answers to one prompt apart: use one with intermediate steps "
-        "(reward.functions), more tries (sampling.group_size), or other prompts (data.source)",
+        "({reward.functions!}), more tries ({sampling.group_size!}), or other prompts "
+        "({data.source!})",
     ),
     "zero_variance_groups, right": _equal(
         ", mostly because all answers are right (accuracy {accuracy:.2f})",
-        "The prompts are too easy for this model: use harder ones (data.source, data.levels)",
+        "The prompts are too easy for this model: use harder ones ({data.source!}, {data.levels!})",
     ),
     "zero_variance_groups, wrong": _equal(
         ", mostly because all answers are wrong (accuracy {accuracy:.2f})",
-        "The prompts are too hard for this model: use easier ones (data.source, data.levels), "
-        "a better model (model.name), more tries (sampling.group_size), or a reward with "
-        "intermediate steps (reward.functions)",
+        "The prompts are too hard for this model: use easier ones ({data.source!}, "
+        "{data.levels!}), a better model ({model.name!}), more tries ({sampling.group_size!}), or "
+        "a reward with intermediate steps ({reward.functions!})",
     ),
     "same_answers, cold": _same(
-        "sampling.temperature ({config.sampling.temperature:g}) is nearly greedy: set it to 1, at "
-        "which the policy itself samples"
+        "{sampling.temperature!} ({config.sampling.temperature:g}) is nearly greedy: set it to 1, "
+        "at which the policy itself samples"
     ),
     "same_answers": _same(
-        "The policy is certain{entropy}: start from a model that is "
-        "less so (model.name), or raise sampling.temperature ({config.sampling.temperature:g}) or "
-        "algorithm.entropy_coef"
+        "The policy is certain{entropy}: start from a model that is less so ({model.name!}), or "
+        "raise {sampling.temperature!} ({config.sampling.temperature:g}) or "
+        "{algorithm.entropy_coef!}"
     ),
     "dead_reward": Notice(
         "reward functions whose mean score has been the same since the first step: {dead}",
         "If every answer gets it, they teach nothing: correct what they look for, or leave them "
-        "out of reward.functions (a penalty that no answer incurs may stay)",
+        "out of {reward.functions!} (a penalty that no answer incurs may stay)",
         0,
         "change of the mean",
     ),
@@ -449,7 +462,7 @@ HINTS = {
         "the reward rose from {reward_first:.3f} to {reward:.3f}, and accuracy fell from "
         "{accuracy_first:.3f} to {accuracy:.3f}: the policy learns what another reward function "
         "pays for{grown}",
-        "Lower its weight, or give it only to right answers (reward.functions)",
+        "Lower its weight, or give it only to right answers ({reward.functions!})",
         0.05,
         "lost accuracy",
         further_limits={"standard errors": 3, "rise of the reward": 0.02},
@@ -457,42 +470,43 @@ HINTS = {
     "format": Notice(
         "in {share:.0%} of the completions the grader finds no answer, and the reward does not "
         "rise (mean {reward:.3f}): the model does not keep to the format",
-        "Say it in sampling.system_prompt, reward it (format in reward.functions), "
-        "start from a model that follows instructions (model.name), or leave room to get there "
-        "(sampling.max_new_tokens {config.sampling.max_new_tokens}); see samples.jsonl",
+        "Say it in {sampling.system_prompt!}, reward it (format in {reward.functions!}), "
+        "start from a model that follows instructions ({model.name!}), or leave room to get there "
+        "({sampling.max_new_tokens!} {config.sampling.max_new_tokens}); see samples.jsonl",
         0.3,
         "of the completions",
     ),
     "truncated": Notice(
-        "{share:.0%} of the completions are cut at sampling.max_new_tokens "
+        "{share:.0%} of the completions are cut at {sampling.max_new_tokens!} "
         "({config.sampling.max_new_tokens}), and {why}",
-        "Raise sampling.max_new_tokens{end_token}",
+        "Raise {sampling.max_new_tokens!}{end_token}",
         0.25,
         "of the completions",
         further_limits={"accuracy below": 0.5, "share at which hardly any ends": 0.95},
         remedies_unless_set={
             "algorithm.overlong_buffer": (
-                ", or make long answers cost something before the end (algorithm.overlong_buffer)"
+                ", or make long answers cost something before the end "
+                "({algorithm.overlong_buffer!})"
             )
         },
     ),
     "short_answers": Notice(
         "answers became shorter, from {began:.0f} to {now:.0f} tokens: the policy collapses to "
         "short answers",
-        "Look at what the reward pays for (reward.functions), whether long "
-        "answers are cut (sampling.max_new_tokens) or lost, and how the loss weighs length "
-        "(algorithm.aggregation {config.algorithm.aggregation})",
+        "Look at what the reward pays for ({reward.functions!}), whether long "
+        "answers are cut ({sampling.max_new_tokens!}) or lost, and how the loss weighs length "
+        "({algorithm.aggregation!} {config.algorithm.aggregation})",
         0.4,
         "of the first tokens",
         further_limits={"rise of the accuracy": 0.02},
     ),
     "policy_moves": Notice(
         "the policy moves too far: {seen}",
-        f"Remedies: lower {_RATE}; fewer updates on a batch (algorithm.update_epochs "
-        "{config.algorithm.update_epochs}, algorithm.mini_batches "
-        "{config.algorithm.mini_batches}), or algorithm.early_stop_kl; younger experience "
-        "(trainer.max_staleness {config.trainer.max_staleness}); a stronger pull to the reference "
-        "(algorithm.kl_coef {config.algorithm.kl_coef:g})",
+        f"Remedies: lower {_RATE}; fewer updates on a batch ({{algorithm.update_epochs!}} "
+        "{config.algorithm.update_epochs}, {algorithm.mini_batches!} "
+        "{config.algorithm.mini_batches}), or {algorithm.early_stop_kl!}; younger experience "
+        "({trainer.max_staleness!} {config.trainer.max_staleness}); a stronger pull to the "
+        "reference ({algorithm.kl_coef!} {config.algorithm.kl_coef:g})",
         0.5,
         "nats per token of KL to the reference",
         further_limits={
@@ -511,70 +525,73 @@ HINTS = {
     ),
     "not_finite": Notice(
         "{skipped} updates were skipped because their gradient was not finite",
-        "Lower optimizer.learning_rate or optimizer.max_grad_norm, or compute in float32 "
-        "(model.dtype)",
+        "Lower {optimizer.learning_rate!} or {optimizer.max_grad_norm!}, or compute in float32 "
+        "({model.dtype!})",
         2,
         "updates",
     ),
     "entropy": Notice(
         "entropy fell from {began:.3g} to {now:.3g} nats per token, and {why}: the policy became "
         "certain too early and tries nothing new",
-        "Raise algorithm.clip_high (0.28 in the recipe dapo) or sampling.temperature, set "
-        f"algorithm.entropy_coef, or lower {_RATE}",
+        "Raise {algorithm.clip_high!} (0.28 in the recipe dapo) or {sampling.temperature!}, set "
+        f"{{algorithm.entropy_coef!}}, or lower {_RATE}",
         0.2,
         "of the first entropy",
         further_limits={"accuracy below": 0.8},
     ),
     "generation_bound": _slow(
         "the trainer waits for completions for {share:.0%} of the time",
-        "Generate faster: more at once (rollout.max_running_requests), shorter answers "
-        "(sampling.max_new_tokens), on a cluster more rollout nodes (num_nodes of rollout-server)",
+        "Generate faster: more at once ({rollout.max_running_requests!}), shorter answers "
+        "({sampling.max_new_tokens!}), on a cluster more rollout nodes (num_nodes of "
+        "rollout-server)",
         0.8,
         stage="generation",
         further_limits={_STALE: 0.5},
         remedies_unless_set={
             "trainer.max_staleness": (
-                "; trainer.max_staleness 1 lets the next batch be generated during the update"
+                "; {trainer.max_staleness!} 1 lets the next batch be generated during the update"
             )
         },
     ),
     "rollout_idle": _slow(
         "the engines are idle for {idle:.0%} of the time, and the update takes {update:.0%}: the "
-        "experience is as old as trainer.max_staleness ({config.trainer.max_staleness}) permits",
-        "Update faster: more tokens at once (trainer.micro_batch_tokens) or trainer.compile; on a "
-        "cluster more or larger trainer nodes (num_nodes of ppo-trainer), or fewer rollout nodes",
+        "experience is as old as {trainer.max_staleness!} ({config.trainer.max_staleness}) permits",
+        "Update faster: more tokens at once ({trainer.micro_batch_tokens!}) or "
+        "{trainer.compile!}; on a cluster more or larger trainer nodes (num_nodes of "
+        "ppo-trainer), or fewer rollout nodes",
         0.9,
         further_limits={_STALE: 0.5, "share of the update": 0.5},
         remedies_unless_set={
-            "trainer.max_staleness": "; or run both at once (trainer.max_staleness 1)"
+            "trainer.max_staleness": "; or run both at once ({trainer.max_staleness!} 1)"
         },
     ),
     "half_full_passes": Notice(
         "the passes of the update are {fill:.0%} full, since {answers} of the longest answers and "
-        "their prompt do not fit trainer.micro_batch_tokens ({config.trainer.micro_batch_tokens})",
+        "their prompt do not fit {trainer.micro_batch_tokens!} "
+        "({config.trainer.micro_batch_tokens})",
         "Set it to {full}, if the GPU has the memory (`rlhf doctor --plan`), or leave it auto",
         0.7,
         "of the passes",
     ),
     "publish_bound": _slow(
         "new weights take {share:.0%} of the time to reach the engines",
-        "Change: trainer.weight_sync ({config.trainer.weight_sync}) to distributed or shared, or "
-        "the network between the nodes",
+        "Change: {trainer.weight_sync!} ({config.trainer.weight_sync}) to distributed or shared, "
+        "or the network between the nodes",
         0.35,
         stage="publish",
         remedies_unless_set={
             "trainer.max_staleness": (
-                ", or trainer.max_staleness 1, which overlaps it with the next step"
+                ", or {trainer.max_staleness!} 1, which overlaps it with the next step"
             ),
-            "lora.rank": ", or an adapter instead of all weights (lora.rank)",
+            "lora.rank": ", or an adapter instead of all weights ({lora.rank!})",
         },
     ),
     "lost_episodes, timeout": _lost(
         "timeout",
         "long episodes are lost more often than short ones, and the model learns from those that "
-        "end in time. Give them time (environment.deadline_s), end slow calls "
-        "(environment.tool_timeout_s), or ask for less (environment.turns, "
-        "sampling.max_new_tokens)",
+        "end in time. Give them time ({environment.deadline_s!}), end slow calls "
+        "({environment.tool_timeout_s!}), or ask for less ({environment.turns!}, "
+        "{sampling.max_new_tokens!})",
     ),
     "lost_episodes, died": _lost("died", "look at the log of environment-server for the reason"),
     "lost_episodes, error": _lost(
@@ -584,16 +601,16 @@ HINTS = {
     "stragglers": _slow(
         "for {share:.0%} of the time a batch is ready and the update waits for the longest of the "
         "oldest answers",
-        "Raise trainer.max_staleness, lower sampling.max_new_tokens, or train on what is ready at "
-        "any age (trainer.when_stale train)",
+        "Raise {trainer.max_staleness!}, lower {sampling.max_new_tokens!}, or train on what is "
+        "ready at any age ({trainer.when_stale!} train)",
         0.15,
         stage="stragglers",
     ),
     "reward_bound": _slow(
         "the trainer waits for the grader for {share:.0%} of the time",
-        "Grade faster: more processes (reward.workers; slots of code and concurrency of judge in "
-        "reward.functions) and cores for them, or shorter limits (timeout_s in reward.functions, "
-        "reward.function_timeout_s)",
+        "Grade faster: more processes ({reward.workers!}; slots of code and concurrency of judge "
+        "in {reward.functions!}) and cores for them, or shorter limits (timeout_s in "
+        "{reward.functions!}, {reward.function_timeout_s!})",
         0.3,
         stage="reward",
     ),
@@ -601,7 +618,7 @@ HINTS = {
         "the trainer waits for the replay-buffer for {share:.0%} of the time: every group is "
         "synced to its disk",
         "Put its state (state_dir) on a faster disk or block volume, or reuse less "
-        "(replay.reuse_ratio)",
+        "({replay.reuse_ratio!})",
         0.2,
         stage="replay",
     ),
@@ -614,24 +631,24 @@ HINTS = {
     ),
     "dropped_generation": _dropped(
         "generation",
-        "the engines fail: look at their logs, or ask for less (sampling.max_new_tokens)",
+        "the engines fail: look at their logs, or ask for less ({sampling.max_new_tokens!})",
     ),
     "dropped_reward": _dropped(
         "reward",
         "answers cannot be graded: the log says what times out or fails. Give it time "
-        "(reward.function_timeout_s, or timeout_s of a function in reward.functions) or more "
-        "processes (reward.workers)",
+        "({reward.function_timeout_s!}, or timeout_s of a function in {reward.functions!}) or more "
+        "processes ({reward.workers!})",
     ),
     "dropped_teacher": _dropped(
         "teacher",
-        "the teacher fails or is too slow: look at its log, and give it time (teacher.timeout_s) "
-        "or fewer groups at once (teacher.concurrency)",
+        "the teacher fails or is too slow: look at its log, and give it time "
+        "({teacher.timeout_s!}) or fewer groups at once ({teacher.concurrency!})",
     ),
     "dropped_stale": _dropped(
         "stale",
-        "long answers are overtaken by more than trainer.max_staleness updates, and the model "
-        "learns to be short: set trainer.when_stale wait, raise trainer.max_staleness, or lower "
-        "sampling.max_new_tokens",
+        "long answers are overtaken by more than {trainer.max_staleness!} updates, and the model "
+        "learns to be short: set {trainer.when_stale!} wait, raise {trainer.max_staleness!}, or "
+        "lower {sampling.max_new_tokens!}",
     ),
 }
 """By name; a hint with several cases has a row for each, `NAME, CASE`."""
@@ -689,10 +706,10 @@ ALARMS = {
         "nats of surprise",
     ),
     "reference": Notice(
-        "KL to the reference is {kl:.2g} nats per token in the first step already: model.reference "
-        "is not the model that training starts from ({config.model.reference}), and "
-        "algorithm.kl_coef pulls the policy to another model; leave model.reference empty unless "
-        "you want that",
+        "KL to the reference is {kl:.2g} nats per token in the first step already: "
+        "{model.reference!} is not the model that training starts from "
+        "({config.model.reference}), and {algorithm.kl_coef!} pulls the policy to another model; "
+        "leave {model.reference!} empty unless you want that",
         "",
         0.05,
         "nats per token in the first step",
@@ -700,8 +717,8 @@ ALARMS = {
     "same_prompts": Notice(
         "the prompts of {problems} different problems are the same, token for token: the model "
         "does not see the problem",
-        "Likely: the chat template leaves out the user's message; correct model.chat_template or "
-        "data.prompt_template, and see the prompt of a group in the tab Rollouts",
+        "Likely: the chat template leaves out the user's message; correct {model.chat_template!} "
+        "or {data.prompt_template!}, and see the prompt of a group in the tab Rollouts",
         2,
         "different problems",
     ),

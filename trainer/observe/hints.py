@@ -59,8 +59,8 @@ def hints(history: Sequence[Record], config: Config) -> Texts:
         has_enough = len(history) >= WINDOW or name == "policy_breaks"
         measured = measure(steps, row) if has_enough else None
         if measured is not None:
-            case_row = HINTS[measured.pop("row", name)]
-            texts[name] = case_row.text(config, **measured)
+            row = HINTS[measured.pop("row", name)]
+            texts[name] = row.text(config, **measured)
     return texts
 
 

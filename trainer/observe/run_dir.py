@@ -11,7 +11,7 @@ import json
 import logging
 import sys
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import IO, Self, cast
@@ -89,7 +89,7 @@ class Recorder:
         data: str = "",
         verdicts: bool | None = None,
         files: Sequence[str] = STEP_FILES,
-        in_user_names: Callable[[str], str] = lambda text: text,
+        in_user_names: Callable[[str, Iterable[str]], str] = lambda text, _: text,
     ) -> None:
         self.directory = directory
         self.console = console
@@ -118,14 +118,13 @@ class Recorder:
         self._history: list[Record] = []
         for line in read_lines(directory / "metrics.jsonl"):
             remember(self._history, line)
-        changes = [
-            f"{name} {shorten(before[name])} → {shorten(value)}"
+        changes = {
+            name: f"{name} {shorten(before[name])} → {shorten(value)}"
             for name, value in changed(before, known_settings(directory)).items()
-        ]
+        }
         if changes:  # nothing else would show it
-            self.say(
-                in_user_names(f"settings changed since the last attempt: {', '.join(changes)}")
-            )
+            text = f"settings changed since the last attempt: {', '.join(changes.values())}"
+            self.say(in_user_names(text, changes))
         for name, there in kept.items():
             self._tell_gap(name, sorted(set(range(1, step + 1)) - there))
         if step and config.evaluation.samples:
@@ -177,13 +176,17 @@ class Recorder:
         """Adds the hints to the record of a step, then writes and prints it; `group` is a sample of
         its groups.
         """
-        completions = [without(DETAILS, asdict(each)) for each in group.completions]
-        sample = {**without(DETAILS, asdict(group)), "completions": completions}
+        sample = {
+            **without(DETAILS, asdict(group)),
+            "completions": [without(DETAILS, asdict(each)) for each in group.completions],
+        }
         append_line(self.directory / "samples.jsonl", {"step": record["step"], **plain(sample)})
         remember(self._history, record)
         found = {"alarm": record["alarms"], "hint": hints(self._history, self._config)}
         for kind, texts in found.items():
-            record[f"{kind}s"] = {name: self._in_user_names(text) for name, text in texts.items()}
+            record[f"{kind}s"] = {
+                name: self._in_user_names(text, text.settings) for name, text in texts.items()
+            }
         self.measured(record, step_line(record, self._total), group)
         for kind in found:
             self._warn(kind, record["step"], record[f"{kind}s"])

@@ -226,6 +226,7 @@ class Critic(ValueFunction):
                     field="critic.model",
                     value=name,
                     remedy="lower sampling.max_new_tokens, or use another critic.model",
+                    settings=("sampling.max_new_tokens",),
                 )
 
     def _restore(self, directory: Path) -> None:
@@ -243,7 +244,7 @@ class Critic(ValueFunction):
                 field="checkpoint",
                 value=str(directory),
                 remedy="remove that directory to continue from the checkpoint before it, "
-                "or start with --checkpoint.resume false",
+                "or start with checkpoint.resume false",
             ) from None
 
 
@@ -262,6 +263,7 @@ def value_function(config: Config, ranks: Ranks, directory: Path | None) -> Valu
             field="algorithm.advantage",
             value=str(directory),
             remedy="keep algorithm.advantage as it was in that run, or set another trainer.run_dir",
+            settings=("trainer.run_dir",),
         )
     return Critic(config, ranks, saved)
 

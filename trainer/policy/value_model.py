@@ -144,7 +144,7 @@ def load_value_model(config: Config, ranks: Ranks, directory: Path | None = None
             value=str(directory or name),
             remedy="name a decoder on the hub (with network access, and HF_TOKEN if it is gated) "
             "or a local model directory; of a checkpoint, remove that directory to continue from "
-            "the one before it, or start with --checkpoint.resume false",
+            "the one before it, or start with checkpoint.resume false",
         ) from None
     assert isinstance(model, ValueModel)
     return model

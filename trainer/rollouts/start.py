@@ -40,6 +40,7 @@ async def begin(
             field="trainer.batch_size",
             value=config.trainer.batch_size,
             remedy="lower it, raise trainer.num_epochs, or set trainer.max_steps",
+            settings=("trainer.num_epochs", "trainer.max_steps"),
         )
     trained = step * fresh_per_step
     stats = await services.replay.stats()

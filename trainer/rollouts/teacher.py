@@ -117,6 +117,7 @@ class Teacher(GeneratingClient):
                 value=self.base_url,
                 remedy="use a teacher with the tokenizer of model.name, because its scores are per "
                 "token",
+                settings=("model.name",),
             )
 
     def _unfit(self, reason: str, kind: type[ServiceError] = ConfigError) -> ServiceError:

@@ -12,7 +12,7 @@ Array = NDArray[Any]
 _STRICT = ConfigDict(extra="forbid", allow_inf_nan=False)
 WITHOUT_STABLE_REINFORCE = (
     "use loss_fn importance_sampling, cispo, ppo or gspo, or start the server with "
-    "--tinker.stable_reinforce cispo, which computes cispo in its place"
+    "tinker.stable_reinforce cispo, which computes cispo in its place"
 )
 _Beta = Annotated[float, Field(ge=0, lt=1)]
 

@@ -272,7 +272,7 @@ class RunLearner:
                 field="path",
                 value=spec,
                 remedy=f"create the run with {saved.spec}, on the same base model and on a server "
-                f"with --lora.alpha {saved.alpha}",
+                f"with lora.alpha {saved.alpha}",
             )
         flat = torch.cat([saved.factors[name].flatten() for name in shapes])
         made = self._add(run, spec, shapes, flat)

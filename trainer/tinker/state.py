@@ -95,7 +95,7 @@ class State:
                 field="model_seq_id",
                 value=runs,
                 remedy="delete a run that is no longer needed (DELETE /api/v1/training_runs/ID), "
-                "or start the server with a larger --tinker.max_runs",
+                "or start the server with a larger tinker.max_runs",
             )
 
     # ------------------------------------------------------------ files

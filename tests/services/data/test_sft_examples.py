@@ -89,7 +89,11 @@ def test_a_chat_may_have_many_turns(tmp_path: Path) -> None:
         ({"messages": []}, {"messages_field": "messages"}, "is not a list of messages"),
         ({"question": "a"}, {}, "there is no column 'answer'"),
         ({"question": "a", "answer": " "}, {}, "column 'answer' is empty"),
-        ({"messages": []}, {}, "there is no column 'question'.*of chats, --data.messages_field"),
+        (
+            {"messages": []},
+            {},
+            "there is no column 'question'.*set data.prompt_field or data.messages_field",
+        ),
     ],
 )
 def test_a_row_without_an_answer_is_refused(

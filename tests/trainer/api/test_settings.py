@@ -83,18 +83,21 @@ def test_invalid_settings_are_refused_with_field_value_and_remedy(
     assert caught.value.remedy
 
 
-def test_an_error_has_the_name_of_its_field_and_says_what_other_settings_are() -> None:
+def test_an_error_has_the_name_of_its_field_and_says_what_its_other_settings_are() -> None:
     error = ConfigError(
-        "critic.model.name, model.names and model.name differ",
+        "model.reference differs",
         field="algorithm.kl_coef",
         remedy="set model.name.",
         code="not_there",
         about={"cause": "engine_failed"},
+        settings=("algorithm.kl_coef", "model.name", "model.name", "trainer.port"),
     )
     own = with_names(error, TrainerConfig().names())
     assert own.message == error.message
     assert own.field == "kl_coef"
     assert own.remedy == "set model.name.; model.name is model_name_or_path here"
+    assert str(own).endswith(f"field: kl_coef · remedy: {own.remedy}")
+    assert (error.field, error.remedy) == ("algorithm.kl_coef", "set model.name."), "unchanged"
     assert (own.event()["code"], own.event()["cause"]) == ("not_there", "engine_failed")
 
 

@@ -133,7 +133,7 @@ MISTAKES = [
     (
         "train_math",
         "--dataset FOLDER/rows.jsonl --model BASE",
-        "--dataset|there is no column|data.prompt_field|such a setting is --set NAME=VALUE here",
+        "--dataset|there is no column|data.prompt_field is --set data.prompt_field=VALUE here",
     ),
     (
         "train_math",
@@ -143,12 +143,12 @@ MISTAKES = [
     (
         "evaluate_model",
         "--dataset FOLDER/rows.jsonl --model BASE",
-        "--dataset|there are foo|data.prompt_field|such a setting is --set NAME=VALUE here",
+        "--dataset|there are foo|data.prompt_field is --set data.prompt_field=VALUE here",
     ),
     (
         "evaluate_model",
         "--dataset no/where --model BASE",
-        "--dataset|use a copy in files|--data.source PATH",
+        "--dataset|use a copy in files|data.source PATH",
     ),
     (
         "evaluate_model",

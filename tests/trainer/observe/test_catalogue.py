@@ -87,6 +87,9 @@ def test_the_page_explains_a_hint_or_alarm_with_its_thresholds_and_settings(name
     words = " ".join([row.seen, row.remedy, *row.remedies_unless_set.values()])
     for section, key in SETTING.findall(words):
         assert key in type(getattr(Config(), section)).model_fields
+    # A text knows the settings that it names (`Said`), but for those that are measured with it.
+    for section, key in SETTING.findall(words.replace(catalogue.OWN_DEFAULTS, "")):
+        assert f"{{{section}.{key}!}}" in words
     named = {f"{section}.{key}" for section, key in SETTING.findall(row.remedy)}
     explained = {f"{section}.{key}" for text in about for section, key in SETTING.findall(text)}
     assert not named or named & explained

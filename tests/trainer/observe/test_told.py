@@ -19,6 +19,7 @@ from common.settings.config import Config, from_mapping
 from tests.support.batches.groups import make_group
 from trainer.api.callbacks import Callbacks
 from trainer.api.settings import TrainerConfig
+from trainer.observe.catalogue import Said
 from trainer.observe.run_dir import DETAILS, Recorder, read_lines, step_line, tell
 from trainer.timing import STAGES, WAITING
 
@@ -87,7 +88,7 @@ def run(recorder: Recorder, steps: int, truncated: float) -> None:
     """Records steps 1 to `steps`, each with too many truncated completions and an alarm."""
     with recorder.progress(0, steps):
         for step in range(1, steps + 1):
-            alarms = {"kl_rollout": "too far"}
+            alarms = {"kl_rollout": Said("too far")}
             record = {"step": step, "truncated": truncated, "accuracy": 0.2, "alarms": alarms}
             recorder.step(STEP | record, GROUP)
 
