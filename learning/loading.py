@@ -37,9 +37,9 @@ from learning.hub_names import (
     set_conversions,
     sources,
 )
-from learning.kept import Kept, language_part, processor_texts
 from learning.ranks import Ranks
 from learning.sharding import local, named_tensors, prepare, region, shard
+from learning.untrained_parts import Kept, language_part, processor_texts
 
 log = logging.getLogger(__name__)
 _FILES = [

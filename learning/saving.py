@@ -23,12 +23,12 @@ from torch.distributed.tensor import DTensor
 
 from common.process import progress
 from learning.hub_names import hub_shapes, to_hub
-from learning.kept import Kept
 from learning.loading import fill
 from learning.optimizer import Optimizer
 from learning.ranks import Ranks
 from learning.sharding import full, local, named_tensors
 from learning.staging import Staging
+from learning.untrained_parts import Kept
 
 _MAX_FILE_BYTES = 4 << 30
 _STATE = "state"

@@ -25,7 +25,7 @@ from services.engine.blocks import BlockPasses, attended_columns, compute_expert
 from services.engine.cache import SlotCache
 from services.engine.failures import SGLANG, described, remedy
 from services.engine.graphs import Record, StepGraphs, recorder
-from services.engine.lean import LeanDecoder
+from services.engine.llama_on_cpu import LeanDecoder
 from services.engine.sampling import Inputs, sample
 
 log = logging.getLogger(__name__)

@@ -12,8 +12,8 @@ from learning.batch_independence import fix_rotary_factors
 from learning.device import dtype_on
 from learning.head import make_float32_logits
 from learning.hub_names import LANGUAGE_PART, set_conversions
-from learning.kept import language_part
 from learning.loading import SafetensorsReader, find_decoder, only_logits
+from learning.untrained_parts import language_part
 from services.engine.decoder import Decoder
 
 log = logging.getLogger(__name__)

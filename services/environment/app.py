@@ -20,9 +20,9 @@ from common.errors import InvalidInput, ServiceError, Unauthorized
 from common.wire import codec
 from common.wire.schemas import EpisodeRequest, Episodes
 from services.environment.dialects import DIALECTS, MESSAGES, Dialect, read_call
-from services.environment.followed import REWARD, FollowedRequest, Following
 from services.environment.messages import written
 from services.environment.outcome import EpisodeFailed, parse_reward
+from services.environment.program_requests import REWARD, FollowedRequest, Following
 from services.environment.service import MAX_EPISODES, EpisodeService
 from services.environment.session import Session
 from services.http.app import Service, create_app, read_json

@@ -19,8 +19,8 @@ from common.wire.schemas import (
     StopReason,
 )
 from services.environment.clock import EpisodeClock
-from services.environment.followed import FollowedRequests
 from services.environment.messages import Chat, Message, Tools
+from services.environment.program_requests import FollowedRequests
 from services.environment.template import Template, cut
 from services.environment.tree import SessionTree, TurnNode
 

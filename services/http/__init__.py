@@ -5,5 +5,6 @@
 - `connections`: limits before there is a request. `errors`: the one error shape.
 - `delivery`: whether a client has left, and whether it took its answers.
 - `disconnect`, `one_thread`: for handlers that wait or block.
-- `sqlite_store`: the base of the stores; `going_back` refuses a client that has seen a later state.
+- `sqlite_store`: the base of the stores; `store_rollback` refuses a client that has seen a later
+  state.
 """

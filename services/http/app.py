@@ -34,9 +34,9 @@ from common.wire import codec
 from services.http.admission import BODIES_AT_ONCE, Admission, CallerAuth, Load
 from services.http.connections import BoundedConnection
 from services.http.errors import add_error_handlers, answer_error
-from services.http.going_back import GoingBack
 from services.http.openapi import EVERYWHERE, described, errors
 from services.http.sqlite_store import SqliteStore
+from services.http.store_rollback import GoingBack
 from services.http.tracing import RequestTracing
 
 log = logging.getLogger(__name__)

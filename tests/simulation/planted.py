@@ -143,7 +143,7 @@ BUGS = {
         "common/wire/headers.py", "self.changes < seen.changes", "False"
     ),
     "an answer tells of the store as it was before": Bug(
-        "services/http/going_back.py",
+        "services/http/store_rollback.py",
         "[STORE_HEADER] = str(store.mark)",
         "[STORE_HEADER] = str(mark)",
     ),
@@ -461,20 +461,20 @@ _EPISODES = {
     ),
     # ---------------------------------------------------------------- its gateway
     "a call that was refused under load was answered": Bug(
-        "services/environment/followed.py", "_NO_ANSWER = 499", "_NO_ANSWER = 504"
+        "services/environment/program_requests.py", "_NO_ANSWER = 499", "_NO_ANSWER = 504"
     ),
     "a call whose client left before it was read is unknown": Bug(
-        "services/environment/followed.py",
+        "services/environment/program_requests.py",
         "if request.was_left or not session.closed:",
         "if not request.was_left and not session.closed:",
     ),
     "an answer to any call is one to all": Bug(
-        "services/environment/followed.py",
+        "services/environment/program_requests.py",
         "if each.is_repeated_by(request) and each.lacks_answer():",
         "if each.lacks_answer():",
     ),
     "an answer counts as read once it is sent": Bug(
-        "services/environment/followed.py",
+        "services/environment/program_requests.py",
         "request.delivery = connection.deliver()",
         "connection.deliver()",
     ),

@@ -16,7 +16,7 @@ from services.environment.runtimes.client_container import (
     ClientContainer,
     output_of,
 )
-from services.environment.runtimes.gate import Gate
+from services.environment.runtimes.gateway_addresses import Gate
 from services.environment.runtimes.runtime import Container, Runtime, Spec, Variables, tools_of
 
 _NETWORK = "rlhf-episodes"

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from common.errors import ConfigError
 from common.settings.sections import RuntimeSection
-from services.environment.runtimes.gate import Gate
+from services.environment.runtimes.gateway_addresses import Gate
 from services.environment.runtimes.runtime import (
     EPISODE,
     FIELD,

@@ -84,7 +84,7 @@ LEAN: dict[str, PretrainedConfig] = {
     "qwen2 without a window": Qwen2Config(**WHOLE),
     "qwen3": Qwen3Config(**WHOLE, head_dim=16),
 }
-"""Models whose passes are `services.engine.lean`'s."""
+"""Models whose passes are `services.engine.llama_on_cpu`'s."""
 CONFIGS |= LEAN
 
 

@@ -28,7 +28,7 @@ from transformers import (
 )
 
 from common.clients.rollout import sample_seed
-from services.engine import lean, sampling, scheduler
+from services.engine import llama_on_cpu, sampling, scheduler
 from services.engine.adapters import BadAdapter
 from services.engine.jobs import GenerationJob, Sequence
 from services.engine.kernels import compiled
@@ -620,9 +620,9 @@ def world(
     with pytest.MonkeyPatch.context() as patch:
         if request.param == OWN_ATTENTION:
             patch.setattr(Qwen2ForCausalLM, "_can_set_attn_implementation", lambda _: False)
-            patch.setattr(lean, "compiled", lambda: None)
+            patch.setattr(llama_on_cpu, "compiled", lambda: None)
         if request.param == "no compiler":
-            patch.setattr(lean, "compiled", lambda: None)
+            patch.setattr(llama_on_cpu, "compiled", lambda: None)
             patch.setattr(sampling, "compiled", lambda: None)
         yield World(tmp_path_factory.mktemp("world"), request.param)
 

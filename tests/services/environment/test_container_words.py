@@ -28,7 +28,7 @@ from services.environment.outcome import EnvironmentLost, EpisodeFailed
 from services.environment.programs import RunningProgram
 from services.environment.runtimes import client_container, sandboxed
 from services.environment.runtimes.docker import DockerRuntime
-from services.environment.runtimes.gate import Gate
+from services.environment.runtimes.gateway_addresses import Gate
 from services.environment.runtimes.kubernetes import KubernetesRuntime
 from services.environment.runtimes.runtime import Network, Spec
 from services.environment.runtimes.sandboxed import SandboxRuntime

@@ -19,9 +19,9 @@ from common.settings.sections import EnvironmentSection
 from common.wire.schemas import Completion, EpisodeLimits, EpisodeTask
 from services.environment import service as module
 from services.environment.environments import Environment
-from services.environment.followed import FollowedRequest
 from services.environment.messages import user_message
 from services.environment.outcome import EnvironmentLost, EpisodeFailed, Outcome
+from services.environment.program_requests import FollowedRequest
 from services.environment.service import EpisodeService, session_seed
 from services.environment.session import Session
 from services.environment.template import Template

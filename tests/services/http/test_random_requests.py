@@ -25,7 +25,7 @@ from services.http.admission import Admission, CallerAuth, Load
 from services.http.app import create_app
 from services.http.callers import CallerCheck
 from services.http.errors import error_response
-from services.http.going_back import GoingBack
+from services.http.store_rollback import GoingBack
 from services.http.tracing import RequestTracing
 
 Headers = list[tuple[bytes, bytes]]

@@ -15,8 +15,8 @@ from transformers import AutoModelForCausalLM
 
 from common.errors import ConfigError
 from common.settings.config import Config, load
-from learning.kept import Kept
 from learning.ranks import Ranks
+from learning.untrained_parts import Kept
 from services.engine.adapters import AdapterRegistry
 from services.engine.model import Model
 from tests.support.batches.groups import off_policy_groups, prepared

@@ -137,9 +137,13 @@ def test_the_language_model_is_trained_and_the_rest_is_kept(
     before = written(kind, tmp_path / "model")
     whole = reloaded(tmp_path / "model")
     config = settings(tmp_path / "model")
-    with caplog.at_level(logging.INFO, "learning.kept"):
+    with caplog.at_level(logging.INFO, "learning.untrained_parts"):
         policy = Policy(config, Ranks())
-    (said,) = [record.getMessage() for record in caplog.records if record.name == "learning.kept"]
+    (said,) = [
+        record.getMessage()
+        for record in caplog.records
+        if record.name == "learning.untrained_parts"
+    ]
     assert "mtp.layers (1)" in said
     assert (scores(policy) - reference_scores(whole)).abs().max() < 1e-5
 

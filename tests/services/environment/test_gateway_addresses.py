@@ -12,7 +12,7 @@ import httpx
 import pytest
 import uvloop
 
-from services.environment.runtimes.gate import Gate
+from services.environment.runtimes.gateway_addresses import Gate
 from services.http.app import create_app, listen, serving
 
 pytestmark = pytest.mark.integration

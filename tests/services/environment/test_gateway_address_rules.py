@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from services.environment.runtimes import gate as module
-from services.environment.runtimes.gate import Gate
+from services.environment.runtimes import gateway_addresses as module
+from services.environment.runtimes.gateway_addresses import Gate
 
 
 class Served:

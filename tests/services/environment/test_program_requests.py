@@ -9,7 +9,7 @@ import pytest
 from starlette.types import Message, Receive, Scope, Send
 
 from common.errors import Overloaded
-from services.environment.followed import FollowedRequest, FollowedRequests, Following
+from services.environment.program_requests import FollowedRequest, FollowedRequests, Following
 from services.environment.session import session_closed
 from services.http.connections import BoundedConnection
 from services.http.delivery import Delivery
