@@ -1,6 +1,8 @@
 """Where every token of random rows is, packed and padded, what predicts it, and from which tokens it
 was sampled: by brute force, without a model."""
 
+from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from types import SimpleNamespace
 from typing import Any
@@ -9,10 +11,23 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
+from common.settings.sections import TrainerSection
 from common.wire.schemas import Int32
-from learning.batching import Sizes, by_row, owners, split
-from learning.layout import Layout, Packed, Padded
+from learning.batching import (
+    Indices,
+    Sizes,
+    by_row,
+    micro_batch_passes,
+    owners,
+    score_shared,
+    split,
+)
+from learning.context import ContextGroup
+from learning.layout import Layout, Packed, Padded, moved
+from learning.ranks import Ranks
 from learning.routing import Routes
 from learning.sampling_support import Sampled, Support
 
@@ -83,7 +98,7 @@ def _laid_out(kind: type[Layout], rows: Rows, routed: bool) -> Layout:
 @pytest.mark.parametrize("routed", [False, True])
 @pytest.mark.parametrize("kind", [Padded, Packed])
 def test_every_token_is_predicted_from_the_one_before_it(kind: type[Layout], routed: bool) -> None:
-    for seed in range(150):
+    for seed in range(100):
         rows = Rows(seed)
         line = _laid_out(kind, rows, routed)
         wanted = rows.wanted()
@@ -146,6 +161,166 @@ def test_a_position_may_predict_several_tokens_and_ranks_share_a_line() -> None:
             owned += own.tolist()
         assert sorted(owned) == list(range(len(packed.places)))
         assert packed.own(None) is None
+
+
+class Part(ContextGroup):
+    """A place among ranks that compute a line together, of which only this one runs."""
+
+    def __init__(self, size: int, rank: int) -> None:
+        self.size = size
+        self.rank = rank
+
+
+class Echo(nn.Module):
+    """A decoder whose states are the tokens and positions that it was given."""
+
+    def forward(
+        self, input_ids: Tensor, use_cache: bool, position_ids: Tensor | None = None, **_: Any
+    ) -> Any:
+        assert not use_cache, "it would only take memory"
+        if position_ids is None:
+            position_ids = torch.arange(input_ids.shape[1]).expand_as(input_ids)
+        return SimpleNamespace(last_hidden_state=torch.stack([input_ids, position_ids], -1))
+
+
+def test_states_are_those_before_the_tokens_also_of_ranks_that_share_a_line() -> None:
+    for seed in range(40):
+        rows = Rows(seed)
+        wanted = [[before, position] for _, _, before, position in rows.wanted()]
+        for kind in (Padded, Packed):
+            line = _laid_out(kind, rows, routed=False)
+            assert line.hidden(Echo()).tolist() == wanted
+        size = 1 + seed % 4
+        found: list[Any] = [None] * len(wanted)
+        for rank in range(size):
+            context = Part(size, rank)
+            own = line.own(context)
+            assert own is not None
+            states = line.hidden(Echo(), context).tolist()
+            for at, state in zip(own.tolist(), states, strict=True):
+                assert found[at] is None
+                found[at] = state
+        assert found == wanted
+
+
+class Pinned(Tensor):  # type: ignore[misc]  # torch is not typed here
+    """A tensor that needs no GPU to be pinned."""
+
+    def pin_memory(self, *_: Any) -> Tensor:
+        return self
+
+
+@dataclass
+class Parcel:
+    tensor: Tensor
+    inner: "Parcel | None"
+    number: int
+
+
+def test_all_tensors_of_a_dataclass_are_moved_and_nothing_else() -> None:
+    one, other = (torch.ones(2, size).as_subclass(Pinned) for size in (3, 4))
+    sent = Parcel(one, Parcel(other, None, 8), 7)
+    assert moved(sent, torch.device("cpu")) is sent
+
+    found = moved(sent, torch.device("meta"))
+
+    assert isinstance(found.inner, Parcel)
+    assert [found.tensor.device.type, found.inner.tensor.device.type] == ["meta", "meta"]
+    assert [found.tensor.shape, found.inner.tensor.shape] == [one.shape, other.shape]
+    assert [found.number, found.inner.number, found.inner.inner] == [7, 8, None]
+    assert sent.tensor is one
+
+
+def test_a_row_adds_its_tokens_and_their_attention_but_no_prompt_of_its_neighbour() -> None:
+    rng = np.random.default_rng(0)
+    for shared in (True, False) * 10:
+        count = int(rng.integers(1, 8))
+        groups = rng.integers(0, 3, count)
+        prompts = rng.integers(1, 40_000, 3)[groups]
+        completions = rng.integers(0, 40_000, count)
+        sizes = Sizes(prompts=prompts, completions=completions, groups=groups, shared=shared)
+        order = sizes.order(rng.permutation(count))
+
+        def cost(tokens: int) -> float:
+            return tokens * (1 + tokens / 24_576)
+
+        wanted = []
+        seen: set[int] = set()
+        for row in order.tolist():
+            total = int(prompts[row]) + max(0, int(completions[row]) - 1)
+            repeated = shared and groups[row] in seen
+            seen.add(groups[row])
+            wanted.append(cost(total) - (cost(int(prompts[row])) if repeated else 0))
+        np.testing.assert_allclose(sizes.costs(order), wanted, rtol=1e-12)
+
+
+class Root(FSDPModule, nn.Module):  # type: ignore[misc]  # torch is not typed here
+    """A sharded model that notes after which passes its gradients are summed."""
+
+    gathers_once = True
+
+    def __new__(cls) -> "Root":
+        return object.__new__(cls)
+
+    def __init__(self) -> None:
+        nn.Module.__init__(self)
+        self.told: list[tuple[str, bool]] = []
+
+    def set_requires_gradient_sync(self, requires: bool, **_: Any) -> None:
+        self.told.append(("sums", requires))
+
+    def set_requires_all_reduce(self, requires: bool, **_: Any) -> None:
+        self.told.append(("sums", requires))
+
+    def set_reshard_after_backward(self, reshards: bool, **_: Any) -> None:
+        self.told.append(("reshards", reshards))
+
+
+def test_ranks_pass_through_all_rows_once_and_through_equally_many_passes() -> None:
+    """Only the last pass sums gradients; a rank without rows takes part where models are spread."""
+    for seed in range(40):
+        rng = np.random.default_rng(seed)
+        world_size = int(rng.integers(1, 4))
+        shard_size = int(rng.choice([1, world_size]))
+        count = int(rng.integers(1, 7))
+        sizes = Sizes(
+            prompts=np.full(count, 3),
+            completions=rng.integers(1, 9, count),
+            groups=np.arange(count),
+            shared=bool(seed % 2),
+        )
+        if rng.random() < 0.5:
+            sizes.owners = rng.integers(0, world_size, count)
+        settings = TrainerSection(micro_batch_tokens=int(rng.integers(4, 40)))
+        found: list[int] = []
+        passes = set()
+        for rank in range(world_size):
+            ranks = Ranks(rank, world_size, shard_size=shard_size)
+            root = Root()
+            yielded = list(
+                micro_batch_passes(root, ranks, sizes, rows=np.arange(count), settings=settings)
+            )
+            own = [rows for rows, is_own in yielded if is_own]
+            spare = [rows.tolist() for rows, is_own in yielded if not is_own]
+            found += np.concatenate([np.zeros(0, np.int64), *own]).tolist()
+            number = len(root.told) // 2
+            ends = [False] * (number - 1) + [True]
+            assert root.told == [(what, end) for end in ends for what in ("sums", "reshards")]
+            passes.add(number)
+            idle = number - len(own) if ranks.sharded else 0
+            assert spare == [sizes.spare(ranks.share).tolist()] * idle
+
+            scored = score_shared(sizes, ranks, settings, score=partial(_numbered, sizes))
+            of_rank = {int(row) for rows in own for row in rows}
+            for row, numbers in enumerate(scored):
+                length = int(sizes.completions[row]) if row in of_rank else 0
+                assert numbers.tolist() == [row] * length
+        assert len(passes) == 1
+        assert sorted(found) == list(range(count))
+
+
+def _numbered(sizes: Sizes, rows: Indices) -> Tensor:
+    return torch.from_numpy(np.repeat(rows, sizes.completions[rows]))
 
 
 def test_a_token_may_be_drawn_from_a_list_from_all_but_some_or_from_all() -> None:
@@ -217,6 +392,7 @@ def test_numbers_of_rows_come_back_to_their_rows() -> None:
         for row, found in enumerate(by_row(scored, lengths)):
             wanted = values[row] if row in computed else np.zeros(0)
             assert found.tolist() == wanted.tolist()
+            assert found.dtype == np.float32
         flat = np.concatenate(values)
         assert [each.tolist() for each in split(flat, lengths.tolist())] == [
             each.tolist() for each in values

@@ -15,8 +15,10 @@ from prometheus_client import CollectorRegistry, Counter
 from pydantic import ValidationError
 from safetensors.torch import load_file, save_file
 
+from common.errors import ConfigError
 from common.settings.sections import MAX_KEPT
 from services.engine.adapters import AdapterRegistry, BadAdapter
+from services.engine.decoder import UnfitModel
 from services.engine.jobs import MAX_N, GenerationJob, SamplingParams, Sequence
 from services.engine.model import Model
 from services.engine.protocol import BadRequest, GenerateBody, bad_request
@@ -140,6 +142,7 @@ def test_what_is_out_of_bounds_is_refused_by_its_field(
     with pytest.raises(BadRequest) as refused:
         made(model, body)
     assert refused.value.field == field
+    assert refused.value.value is not None
     assert refused.value.remedy
 
 
@@ -401,6 +404,29 @@ def test_a_job_that_is_not_finite_ends_whole_and_harms_no_other(
             scheduler.step(admit=True)
         assert [sequence.tokens for sequence in beside.done.result(0)] == alone
         assert [sequence.tokens for sequence in later.done.result(0)] == alone[:2]
+
+
+def test_a_model_that_cannot_be_computed_is_refused_with_its_reason(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(model, "_lean", model._lean)
+    for error, said, remedy, is_final in (
+        (ConfigError("it is odd", remedy="use another"), "it is odd", "use another", True),
+        (ValueError("it is broken"), "ValueError: it is broken", "sglang", True),
+        (torch.OutOfMemoryError("it is large"), "it is large", "", False),
+    ):
+        monkeypatch.setattr(model, "prefill", partial(_fail, error))
+        with pytest.raises(ConfigError) as refused:
+            model.reserve(2)
+        assert isinstance(refused.value, UnfitModel) is is_final
+        assert refused.value.code == "unfit_model"
+        assert (refused.value.field, refused.value.value) == ("--model-path", "qwen2")
+        assert said in refused.value.message
+        assert remedy in str(refused.value.remedy)
+
+
+def _fail(error: Exception, *_: object, **__: object) -> None:
+    raise error
 
 
 def test_memory_is_released_only_where_nothing_needs_it(model: Model, tmp_path: Path) -> None:

@@ -23,8 +23,6 @@ from tests.support.processes.ranks import run_ranks
 from trainer.algorithms.batch import Batch
 from trainer.policy.critic import Critic, value_function
 
-pytestmark = pytest.mark.integration
-
 
 @pytest.fixture
 def settings(policy_dir: Path) -> list[str]:
@@ -89,6 +87,7 @@ def test_values_are_those_of_the_state_before_each_token_row_by_row(config: Conf
     assert critic.values(make_batch(0)) == []
 
 
+@pytest.mark.integration
 def test_an_update_learns_the_returns_of_a_batch(config: Config) -> None:
     config.critic.value_clip = None
     critic, rows = Critic(config, Ranks()), make_batch(9)
@@ -146,6 +145,7 @@ def test_every_pass_has_each_row_once_in_an_order_of_its_own(config: Config) -> 
     assert len(set(map(tuple, passes))) == 6, "the same shuffle in two passes"
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("max_tokens", [1, 40])
 def test_micro_batches_do_not_change_the_update(config: Config, max_tokens: int) -> None:
     whole = parameters(trained(config))
@@ -180,6 +180,7 @@ def test_two_processes_give_the_update_of_one(
     )
 
 
+@pytest.mark.integration
 @pytest.mark.slow
 def test_two_processes_that_own_the_experts_together(
     config: Config, settings: list[str], tmp_path: Path
@@ -192,6 +193,7 @@ def test_two_processes_that_own_the_experts_together(
     assert_same(load_file(tmp_path / "new.safetensors"), parameters(one), 2e-5)
 
 
+@pytest.mark.integration
 def test_saved_critic_continues_exactly(config: Config, tmp_path: Path) -> None:
     critic = trained(config, batches=2)
     save(critic, tmp_path)
@@ -208,6 +210,7 @@ def test_saved_critic_continues_exactly(config: Config, tmp_path: Path) -> None:
     assert_same(parameters(again), parameters(critic), 1e-6)
 
 
+@pytest.mark.integration
 def test_damaged_or_missing_checkpoint_is_named(config: Config, tmp_path: Path) -> None:
     save(trained(config), tmp_path / "saved")
     (tmp_path / "saved" / "critic_state.json").write_bytes(b"x" * 100)
@@ -244,6 +247,7 @@ def test_the_critic_may_start_from_another_model_than_the_policy(
     )
 
 
+@pytest.mark.integration
 def test_a_models_own_dropout_plays_no_role(
     config: Config, policy_dir: Path, tmp_path: Path
 ) -> None:
@@ -267,6 +271,7 @@ def test_a_models_own_dropout_plays_no_role(
         assert value.any()
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("kind", ["gemma3_text", "olmo2", "opt"])
 def test_a_decoder_without_a_token_classifier_can_be_a_critic(
     kind: str, config: Config, tmp_path: Path
@@ -320,6 +325,7 @@ def test_a_checkpoint_of_a_run_without_a_critic_is_refused(config: Config, tmp_p
     assert error.value.field == "algorithm.advantage"
 
 
+@pytest.mark.integration
 def test_the_checkpoint_is_a_hugging_face_model(config: Config, tmp_path: Path) -> None:
     critic = trained(config)
     save(critic, tmp_path)
@@ -370,6 +376,7 @@ def test_a_skipped_mini_batch_is_not_in_the_metrics(config: Config) -> None:
     )
 
 
+@pytest.mark.integration
 def test_every_setting_changes_the_update(config: Config) -> None:
     base = parameters(trained(config, batches=2))
     for name, value in {

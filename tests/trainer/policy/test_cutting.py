@@ -68,6 +68,7 @@ def test_a_batch_is_cut_into_disjoint_and_complete_parts(
     sizes = sizes_of(groups, shared)
     found: list[int] = []
     for part in mini_batches(len(sizes.prompts), parts, seed=3):
+        assert len(part), "an update of no rows"
         cuts = [
             micro_batches(sizes, part, Ranks(rank, world_size), max_tokens, max_rows)
             for rank in range(world_size)
@@ -100,19 +101,33 @@ def test_ranks_have_nearly_the_same_work_and_whole_groups(
     assert split <= world_size - 1
 
 
-@given(GROUPS, st.booleans(), st.integers(1, 200))
-def test_micro_batches_are_as_few_as_when_each_is_filled(
-    groups: list[tuple[int, list[int]]], shared: bool, max_tokens: int
+def filled(sizes: Sizes, order: list[int], budget: int, max_rows: int | None) -> list[list[int]]:
+    """Returns rows in parts, each as full as the budgets permit."""
+    parts: list[list[int]] = []
+    for row in order:
+        has_room = bool(parts) and tokens(sizes, [*parts[-1], row]) <= budget
+        if not has_room or len(parts[-1]) == max_rows:
+            parts.append([])
+        parts[-1].append(row)
+    return parts
+
+
+@given(GROUPS, st.booleans(), st.integers(1, 200), st.none() | st.integers(1, 5))
+def test_micro_batches_are_as_few_as_when_each_is_filled_and_as_even_as_can_be(
+    groups: list[tuple[int, list[int]]], shared: bool, max_tokens: int, max_rows: int | None
 ) -> None:
-    """Even parts, but no more of them than the budget asks for."""
+    """They are those of the smallest budget that gives no more of them."""
     sizes = sizes_of(groups, shared)
     order = sizes.order(np.arange(len(sizes.prompts))).tolist()
-    filled: list[list[int]] = [[]]
-    for row in order:
-        if filled[-1] and tokens(sizes, [*filled[-1], row]) > max_tokens:
-            filled.append([])
-        filled[-1].append(row)
-    assert len(micro_batches(sizes, np.array(order), Ranks(), max_tokens)) == len(filled)
+    found = [
+        part.tolist()
+        for part in micro_batches(sizes, np.array(order), Ranks(), max_tokens, max_rows)
+    ]
+    assert len(found) == len(filled(sizes, order, max_tokens, max_rows))
+    smallest = max((tokens(sizes, part) for part in found if len(part) > 1), default=1)
+    assert found == filled(sizes, order, smallest, max_rows)
+    if smallest > 1:
+        assert len(filled(sizes, order, smallest - 1, max_rows)) > len(found)
 
 
 def test_cuts_hand_computed() -> None:

@@ -22,8 +22,6 @@ from trainer.algorithms.compute_advantages import compute_advantages
 from trainer.policy.policy import Policy
 from trainer.policy.reference import Reference
 
-pytestmark = pytest.mark.integration
-
 VOCABULARY, STEP, MAX_NEW = 24, 3, 8
 TEACHER = {"url": "http://teacher", "coef": 0.7}
 Parameters = dict[str, Tensor]
@@ -333,6 +331,14 @@ def check_early_stop(
     assert applied == len(minis) - stopped
 
 
+@pytest.mark.parametrize("case", [0, 8, 46, 56])
+def test_an_update_is_that_of_the_papers(case: int, models: tuple[Path, Path]) -> None:
+    """Together these have an entropy bonus, both kinds of KL, corrections, a critic's advantages,
+    early stops, and packed and padded rows."""
+    check(case, models)
+
+
+@pytest.mark.integration
 @pytest.mark.parametrize(
     "first", [0, *(pytest.param(each, marks=pytest.mark.slow) for each in (17, 34))]
 )
@@ -341,6 +347,7 @@ def test_updates_are_those_of_the_papers(first: int, models: tuple[Path, Path]) 
         check(case, models)
 
 
+@pytest.mark.integration
 @pytest.mark.slow
 @pytest.mark.parametrize("first", range(51, 561, 51))
 def test_many_more_updates_are_those_of_the_papers(first: int, models: tuple[Path, Path]) -> None:
