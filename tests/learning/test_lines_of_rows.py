@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+from common.errors import ConfigError
 from common.settings.sections import TrainerSection
 from common.wire.schemas import Int32
 from learning.batching import (
@@ -26,10 +27,12 @@ from learning.batching import (
     split,
 )
 from learning.context import ContextGroup
-from learning.layout import Layout, Packed, Padded, moved
+from learning.layout import Layout, Packed, Padded, layout_for, moved
 from learning.ranks import Ranks
 from learning.routing import Routes
 from learning.sampling_support import Sampled, Support
+from tests.support.errors import raises
+from tests.support.models.tiny_models import make
 
 WIDTH = 4
 """Numbers of experts of a token."""
@@ -174,12 +177,10 @@ class Part(ContextGroup):
 class Echo(nn.Module):
     """A decoder whose states are the tokens and positions that it was given."""
 
-    def forward(
-        self, input_ids: Tensor, use_cache: bool, position_ids: Tensor | None = None, **_: Any
-    ) -> Any:
+    def forward(self, input_ids: Tensor, use_cache: bool, **options: Any) -> Any:
         assert not use_cache, "it would only take memory"
-        if position_ids is None:
-            position_ids = torch.arange(input_ids.shape[1]).expand_as(input_ids)
+        counted = torch.arange(input_ids.shape[1]).expand_as(input_ids)
+        position_ids = options.get("position_ids", counted)
         return SimpleNamespace(last_hidden_state=torch.stack([input_ids, position_ids], -1))
 
 
@@ -190,6 +191,10 @@ def test_states_are_those_before_the_tokens_also_of_ranks_that_share_a_line() ->
         for kind in (Padded, Packed):
             line = _laid_out(kind, rows, routed=False)
             assert line.hidden(Echo()).tolist() == wanted
+            # Of a line that is somewhere else.
+            line.position_ids = torch.full_like(line.input_ids, 9)
+            assert line.hidden(Echo()).tolist() == [[before, 9] for before, _ in wanted]
+        line = _laid_out(Packed, rows, routed=False)
         size = 1 + seed % 4
         found: list[Any] = [None] * len(wanted)
         for rank in range(size):
@@ -428,8 +433,28 @@ def test_rows_that_share_a_prompt_and_owners_are_measured() -> None:
         cut = int(rng.integers(len(names) + 1))
         order = rng.permutation(len(names))
         sizes.owners = owners(sizes, [order, order[:cut]], count)
+        assert sizes.owners.dtype == np.int64
         assert set(sizes.owners.tolist()) <= set(range(count))
         owned = [sizes.owned(share).tolist() for share in range(count)]
         assert sorted(chain.from_iterable(owned)) == list(range(len(names)))
         for share, own in enumerate(owned):
             assert sizes.spare(share).tolist() == (own[:1] or [0])
+
+
+def test_no_rows_are_measured_in_whole_numbers_too() -> None:
+    sizes = Sizes.of([], shared=True)
+    assert {sizes.prompts.dtype, sizes.completions.dtype, sizes.groups.dtype} == {np.dtype("int64")}
+
+
+def test_models_that_cannot_be_packed_are_padded_and_ranks_divide_the_heads() -> None:
+    plain = make("qwen3")  # of four heads
+    assert layout_for(plain, "off") is Padded
+    assert layout_for(plain, "auto", Part(2, 0)) is Packed
+    with raises(ConfigError, field="parallel.context_size", value="3"):
+        layout_for(plain, "auto", Part(3, 0))
+    with raises(ConfigError, field="parallel.context_size", value="2"):
+        layout_for(plain, "off", Part(2, 0))
+    dropping = make("qwen3", attention_dropout=0.1)
+    assert layout_for(dropping, "auto") is Padded
+    with raises(ConfigError, field="trainer.packing", value="on"):
+        layout_for(dropping, "on")

@@ -141,6 +141,11 @@ def test_the_best_checkpoint_stays_where_there_can_be_no_link(
     ]
 
 
+def test_a_directory_without_a_state_is_no_checkpoint_of_this_version(tmp_path: Path) -> None:
+    with raises(ConfigError, field="trainer.run_dir", value=str(tmp_path), code="config"):
+        checkpoint.load_state(checkpoint.read_state(tmp_path), tmp_path)
+
+
 def test_no_checkpoint_yet(tmp_path: Path) -> None:
     assert checkpoint.newest(tmp_path / "nothing") is None
 

@@ -7,7 +7,14 @@ import torch
 
 from common.clients.rollout import sample_seed
 from services.engine.kernels import compiled
-from services.engine.sampling import FIELDS, _truncate, sample, stream_keys, uniforms
+from services.engine.sampling import (
+    FIELDS,
+    GREEDY_BELOW,
+    _truncate,
+    sample,
+    stream_keys,
+    uniforms,
+)
 
 ROWS = 20_000
 
@@ -222,3 +229,11 @@ def test_embedded_sampling_keeps_tokens_at_a_bound_as_sglang_does(
         ]
         assert kept[0].tolist() == wanted
         assert order[0].tolist() == [0, 1, 2, 3]
+
+
+def test_embedded_sampling_is_greedy_below_a_bound_and_not_at_it() -> None:
+    logits = torch.tensor([[1.0, 3.0, 2.0]])
+    _, at_the_bound = draw(logits, GREEDY_BELOW, top_p=0.5)
+    _, below = draw(logits, GREEDY_BELOW / 2, top_p=0.5)
+    assert at_the_bound.tolist() == [0.0], "of a distribution with one token"
+    torch.testing.assert_close(below, logits.log_softmax(-1)[:, 1])

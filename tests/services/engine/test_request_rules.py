@@ -471,3 +471,15 @@ def test_memory_is_released_only_where_nothing_needs_it(model: Model, tmp_path: 
         while scheduler.can_step:
             scheduler.step(admit=True)
         assert scheduler.waiting == 0
+
+
+def test_the_bytes_of_a_row_are_those_that_it_takes(model: Model) -> None:
+    with torch.inference_mode():
+        scheduler = _scheduler(model, 4)
+        scheduler.enqueue([_started(model, [5, 6], 3, seed=1)])
+        scheduler.step(admit=True)
+        stored = sum(states.nbytes for states in model.cache.tensors())
+        assert model.cache.bytes_per_row(model.cache.columns) * model.cache.rows == stored
+        model.cache.allocate(2, 64)
+        assert [states.shape[0] for states in model.cache.tensors()] == [2] * 4
+        model.cache.fixed = False

@@ -1,6 +1,7 @@
 """Every rank has the tokens of its own rows, and together they learn what one process learns."""
 
 import json
+import pickle
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -15,15 +16,15 @@ from torch import Tensor
 from common.settings.config import Config, load
 from common.wire.codec import encode_groups
 from common.wire.schemas import Group
-from learning.batching import Indices, Sizes, owners, shares
+from learning.batching import Indices, Sizes, mini_batches, owners, shares
 from learning.ranks import Ranks
 from tests.support.batches.groups import batch_of, known, off_policy_groups, with_algorithm
 from tests.support.processes.ranks import run_ranks
 from tests.support.workers.distributed_batch import numbers, scored_rows, weighted
-from trainer.algorithms.batch import Batch
+from trainer.algorithms.batch import Batch, TrainingGroup
 from trainer.algorithms.compute_advantages import compute_advantages
 from trainer.policy.critic import value_function
-from trainer.policy.learn import learn
+from trainer.policy.learn import distributed_batch, learn
 from trainer.policy.policy import Policy
 from trainer.policy.reference import Reference
 
@@ -123,6 +124,59 @@ def test_rows_keep_their_owners_and_every_mini_batch_is_even() -> None:
         for share, part in enumerate(parts):
             assert (sizes.owners[part] == share).all()
             assert np.array_equal(sizes.order(part), part)
+
+
+class Posted(Ranks):
+    """One of several ranks, whose messages from rank 0 lie in `sent`."""
+
+    sent: list[Any]
+
+    def scatter(self, value: Any, part: Callable[[int], Any]) -> tuple[Any, Any]:
+        """See `Ranks`."""
+        if self.is_rank_zero:
+            self.sent = [pickle.dumps((value, part(share))) for share in range(self.world_size)]
+            return value, part(0)
+        found: tuple[Any, Any] = pickle.loads(self.sent[self.rank])  # noqa: S301
+        return found
+
+
+@pytest.mark.parametrize("count", [2, 40])
+def test_every_rank_gets_the_tokens_of_its_rows_and_rank_zero_keeps_all(
+    config: Config, count: int
+) -> None:
+    """Rows are divided so that every mini-batch is even, of rows with and without a gradient
+    apart."""
+    config = with_algorithm(config, mini_batches=2)
+    config.seed = 3
+    groups = [TrainingGroup(group) for group in off_policy_groups()]
+    policy = Policy(config, Ranks())
+    policy.step = 5
+    whole = Batch.of(groups, config, policy.step)
+    policy.ranks = sender = Posted(0, count, shard_size=1)
+
+    first = distributed_batch(groups, policy)
+
+    equal = np.array([row.equal for row in whole.rows])
+    rows = np.arange(len(whole.rows))
+    parts = [rows]
+    for mini in mini_batches(len(rows), 2, seed=(3 * 1_000_003 + 5) * 1_000):
+        parts += [mini[equal[mini]], mini[~equal[mini]]]
+    wanted = owners(whole.sizes(policy.scorer.layout.shared), parts, count)
+    found: list[int] = []
+    for rank in range(count):
+        policy.ranks = Posted(rank, count, shard_size=1)
+        policy.ranks.sent = sender.sent
+        batch = first if rank == 0 else distributed_batch([], policy)
+        assert batch.rows == whole.rows
+        assert known(batch.owners).tolist() == wanted.tolist()
+        assert batch.own == rows[wanted == rank].tolist()
+        # Whoever has no row takes part with the first one.
+        assert list(batch.tokens) == (rows.tolist() if rank == 0 else batch.own or [0])
+        for row, tokens in batch.tokens.items():
+            assert np.array_equal(tokens.completion_ids, whole.tokens[row].completion_ids)
+        assert len(batch.groups) == (len(groups) if rank == 0 else 0)
+        found += batch.own
+    assert sorted(found) == rows.tolist()
 
 
 @pytest.mark.integration

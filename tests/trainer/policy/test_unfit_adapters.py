@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -20,13 +21,11 @@ from services.engine.model import Model
 from tests.support.errors import raises
 from trainer import ModelEvaluator
 from trainer.cli import export
-from trainer.policy.scorer import load_model
+from trainer.policy.scorer import context_length, load_model
 from trainer.policy.value_model import load_value_model
 
-pytestmark = [
-    pytest.mark.integration,
-    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning"),  # PEFT's call
-]
+# PEFT's call.
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
 Tensors = dict[str, Tensor]
 
 
@@ -86,6 +85,7 @@ UNFIT = {
 }
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("name", UNFIT)
 def test_an_adapter_that_does_not_fit_is_refused(
     name: str, policy_dir: Path, tmp_path: Path
@@ -106,9 +106,25 @@ def test_an_adapter_that_does_not_fit_is_refused(
 def test_one_that_fits_is_merged(policy_dir: Path, tmp_path: Path) -> None:
     directory = own(policy_dir, tmp_path / "adapter")
     base = load_file(policy_dir / "model.safetensors")
+    factors = load_file(directory / "adapter_model.safetensors")
     merged = load_model(ModelSection(name=str(directory))).state_dict()
-    differs = {name for name, tensor in base.items() if not merged[name].equal(tensor)}
-    assert differs == {name for name in base if name.endswith(("q_proj.weight", "v_proj.weight"))}
+    assert context_length(ModelSection(name=str(directory))) == 512
+    for name, weight in base.items():
+        layer = f"base_model.model.{name.removesuffix('.weight')}"
+        wanted = weight
+        if name.endswith(("q_proj.weight", "v_proj.weight")):
+            # PEFT's default alpha is 8, and the rank 2.
+            change = factors[f"{layer}.lora_B.weight"] @ factors[f"{layer}.lora_A.weight"]
+            wanted = weight + 4 * change
+        torch.testing.assert_close(merged[name], wanted)
+
+
+def test_an_adapter_in_another_format_is_refused(policy_dir: Path, tmp_path: Path) -> None:
+    directory = own(policy_dir, tmp_path / "adapter")
+    (directory / "adapter_model.safetensors").rename(directory / "adapter_model.bin")
+    with pytest.raises(ConfigError, match=r"adapter_model\.safetensors") as refused:
+        load_model(ModelSection(name=str(directory)))
+    assert (refused.value.field, refused.value.value) == ("model.name", str(directory))
 
 
 def test_a_directory_with_a_model_and_an_adapter_is_refused(
