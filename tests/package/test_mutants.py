@@ -75,6 +75,23 @@ def test_a_changed_default_is_what_calls_get() -> None:
     assert sorted(results) == [(0, 2, 3, 4, -2), (0, 3, 3, 4, -1)]
 
 
+def test_kernels_whose_text_was_read_are_known() -> None:
+    source = """
+        @triton.jit
+        def kernel(a):
+            return a
+        @functools.cache
+        def f(b):
+            return b
+    """
+    tree = parsed(source)
+    found = {
+        str(change).partition(": ")[2]: operators.is_in_kernel(change, tree)
+        for change in operators.changes(PATH, tree)
+    }
+    assert found == {"return a   ─►   return None": True, "return b   ─►   return None": False}
+
+
 def test_what_runs_while_a_module_is_imported_is_known(tmp_path: Path) -> None:
     source = textwrap.dedent(
         """

@@ -7,8 +7,11 @@ tried in a process of its own, forked after all imports, by the quick tests that
 function: those that notice nothing are printed. What is only wording is not changed: strings with
 a space, log lines, docstrings and annotations.
 
-A function that has made a table while its module was imported has no effect any more: a change of
-it that nothing has noticed is tried once more by all tests in a new Python process.
+A function that has made a table while its module was imported has no effect any more, nor has the
+text of a kernel that Triton has read: a change of it that nothing has noticed is tried once more by
+all tests in a new Python process.
+
+How far it is appears on standard error, with what is left so far.
 
 What a test forks has the change, and counts as reached. Everything happens in a copy of the
 checkout, where the changed file has the change, too: the Python processes that a test starts read
@@ -188,7 +191,7 @@ class _Mutants:
             tests = self._tests(session, change, reached)
             with self._on_disk(change, number):
                 is_noticed = bool(tests) and self._notices(session, change, tests, reached)
-                if not is_noticed and not self._imported.isdisjoint(self._changed(change)):
+                if not is_noticed and self._has_done_its_work(change):
                     is_noticed = self._fails_anew(sum(reached.seconds.values()))
             if not is_noticed:
                 self.survivors.append((change, len(tests)))
@@ -197,6 +200,11 @@ class _Mutants:
             left = "" if is_noticed else f"; left: {change}"
             os.write(self._progress, f"{noticed}{left}\n".encode())
         return True
+
+    def _has_done_its_work(self, change: Change) -> bool:
+        """Returns whether a changed function was used while its module was imported."""
+        is_in_kernel = operators.is_in_kernel(change, self._trees[str(change.path)])
+        return is_in_kernel or not self._imported.isdisjoint(self._changed(change))
 
     def _reached(self, session: pytest.Session) -> bytes:
         """Runs every test once; returns what each reaches."""

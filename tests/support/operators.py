@@ -132,6 +132,17 @@ def function_of_default(
     return None
 
 
+def is_in_kernel(change: Change, tree: ast.Module) -> bool:
+    """Returns whether a change is in a kernel of Triton, which has read its text when the module
+    was imported.
+    """
+    for function in _outermost_functions(tree):
+        decorators = [ast.unparse(each) for each in function.decorator_list]
+        if "triton.jit" in decorators and any(n is change.owner for n in ast.walk(function)):
+            return True
+    return False
+
+
 def _outermost_functions(node: ast.AST) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
