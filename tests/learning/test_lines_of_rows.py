@@ -174,7 +174,7 @@ class Part(ContextGroup):
         self.rank = rank
 
 
-class Echo(nn.Module):
+class Echo(nn.Module):  # type: ignore[misc]  # torch is not typed here
     """A decoder whose states are the tokens and positions that it was given."""
 
     def forward(self, input_ids: Tensor, use_cache: bool, **options: Any) -> Any:

@@ -480,6 +480,10 @@ def test_the_bytes_of_a_row_are_those_that_it_takes(model: Model) -> None:
         scheduler.step(admit=True)
         stored = sum(states.nbytes for states in model.cache.tensors())
         assert model.cache.bytes_per_row(model.cache.columns) * model.cache.rows == stored
-        model.cache.allocate(2, 64)
-        assert [states.shape[0] for states in model.cache.tensors()] == [2] * 4
+        model.cache.allocate(2, 96)
+        sizes = {(states.shape[0], states.shape[2]) for states in model.cache.tensors()}
+        assert sizes == {(2, 96)}
+        with pytest.raises(AssertionError, match="more than there is room for"):
+            model.cache.reserve(3, 96)
         model.cache.fixed = False
+        model.cache.release()

@@ -101,6 +101,14 @@ def test_ranks_have_nearly_the_same_work_and_whole_groups(
     assert split <= world_size - 1
 
 
+def test_a_single_mini_batch_keeps_the_order_of_its_rows_and_several_do_not() -> None:
+    (whole,) = mini_batches(50, 1, seed=3)
+    assert whole.tolist() == list(range(50))
+    first, again, other = (np.concatenate(mini_batches(50, 4, seed)) for seed in (3, 3, 4))
+    assert first.tolist() == again.tolist() != other.tolist()
+    assert first.tolist() != list(range(50))
+
+
 def filled(sizes: Sizes, order: list[int], budget: int, max_rows: int | None) -> list[list[int]]:
     """Returns rows in parts, each as full as the budgets permit."""
     parts: list[list[int]] = []
