@@ -512,6 +512,7 @@ class Story:
         assert meta["weight_version"] == self.scheduler.weight_version
         assert meta["num_retractions"] == asked.pauses[index]
         assert meta["prompt_tokens"] == len(asked.prompt)
+        assert meta["e2e_latency"] >= 0
         name = asked.job.rid
         assert meta["id"] == (name if asked.body["n"] == 1 else f"{name}-{index}")
         assert meta["output_token_logprobs_length"] == len(tokens)
