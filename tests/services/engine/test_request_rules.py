@@ -483,6 +483,7 @@ def test_the_bytes_of_a_row_are_those_that_it_takes(model: Model) -> None:
         model.cache.allocate(2, 96)
         sizes = {(states.shape[0], states.shape[2]) for states in model.cache.tensors()}
         assert sizes == {(2, 96)}
+        model.cache.reserve(2, 96)
         with pytest.raises(AssertionError, match="more than there is room for"):
             model.cache.reserve(3, 96)
         model.cache.fixed = False

@@ -14,14 +14,16 @@ import torch
 from common.errors import ConfigError
 from common.settings.config import Config
 from common.settings.sections import ModelSection
+from learning.context import ContextGroup
 from learning.layout import Packed, Padded
 from learning.ranks import Ranks
 from tests.support.batches.groups import off_policy_groups, prepared, save
 from tests.support.errors import raises
+from tests.support.models.tiny_models import make
 from trainer.policy.export import export
 from trainer.policy.identity import check_same, identity
 from trainer.policy.policy import Policy
-from trainer.policy.scorer import load_scorer, stop_token_ids
+from trainer.policy.scorer import Scorer, load_scorer, stop_token_ids
 
 CHECK = "trainer.policy.scorer.check_batch_independence"
 VOCABULARY = 50
@@ -124,6 +126,15 @@ def test_a_model_that_is_not_independent_either_way_is_refused(
     assert load().layout is Packed
 
 
+def test_ranks_that_compute_rows_together_need_packed_ones() -> None:
+    together = ContextGroup.__new__(ContextGroup)
+    together.size = 2
+    model = make("qwen3")
+    with raises(ConfigError, field="parallel.context_size", value="2"):
+        Scorer(model, "off", context=together)
+    assert Scorer(model, "auto", context=together).layout is Packed
+
+
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
 def test_an_adapter_goes_on_from_its_checkpoint_and_starts_no_run(
     config: Config, tmp_path: Path
@@ -134,6 +145,8 @@ def test_an_adapter_goes_on_from_its_checkpoint_and_starts_no_run(
     policy.update(prepared(policy, off_policy_groups()))
     policy.step = 1
     path = save(policy, tmp_path / "checkpoints")
+    assert json.loads((path / "adapter_config.json").read_text())["inference_mode"] is True
+    assert policy.model.active_adapters() == ["default"]
 
     resumed, state, found = Policy.resume(config, Ranks(), tmp_path)
 
