@@ -1,6 +1,7 @@
 """What a request of the embedded engine may ask for, by its rules, written anew; what becomes of an
 adapter's files and of a row that is not finite."""
 
+import base64
 import json
 from collections.abc import Callable
 from functools import partial
@@ -18,10 +19,16 @@ from safetensors.torch import load_file, save_file
 from common.errors import ConfigError
 from common.settings.sections import MAX_KEPT
 from services.engine.adapters import AdapterRegistry, BadAdapter
-from services.engine.decoder import UnfitModel
+from services.engine.decoder import PromptScores, UnfitModel
 from services.engine.jobs import MAX_N, GenerationJob, SamplingParams, Sequence
 from services.engine.model import Model
-from services.engine.protocol import BadRequest, GenerateBody, bad_request
+from services.engine.protocol import (
+    BadRequest,
+    GenerateBody,
+    answer,
+    bad_request,
+    score_answer,
+)
 from services.engine.sampling import Inputs
 from services.engine.scheduler import LogitsNotFinite, MemoryKind, RequestRefused, Scheduler
 from tests.support.engines.engines import write_model
@@ -233,6 +240,27 @@ def test_a_text_ends_before_the_first_stop_text_and_without_the_stop_token(model
         job.sampling = SamplingParams(skip_special_tokens=False)
         assert sequence.text(model.tokenizer) == wanted
         job.sampling = SamplingParams()
+
+
+def test_experts_are_in_an_answer_once_they_were_computed(model: Model) -> None:
+    job = GenerationJob("r", [5, 6], SamplingParams(), returns_experts=True)
+    sequence = Sequence(job, "r", 0)
+    assert "routed_experts" not in answer(sequence, model.tokenizer)["meta_info"]
+    sequence.experts = [np.array([[1, 2], [3, 4]], np.int16), np.array([[5, 6]], np.int16)]
+    sent = answer(sequence, model.tokenizer)["meta_info"]["routed_experts"]
+    assert np.frombuffer(base64.b64decode(sent), "<i4").tolist() == [1, 2, 3, 4, 5, 6]
+    job.returns_experts = False
+    assert "routed_experts" not in answer(sequence, model.tokenizer)["meta_info"]
+
+
+def test_scored_prompts_have_names_of_their_own(model: Model) -> None:
+    body = GenerateBody.model_validate({"input_ids": [5, 6], **SCORING})
+    scores = PromptScores([-1.5], top=[[]], top_tokens=[[]], chosen=[[]])
+    found = [score_answer(body, [5, 6], scores, "7")["meta_info"] for _ in range(2)]
+    assert len({meta["id"] for meta in found}) == 2
+    for meta in found:
+        assert meta["input_token_logprobs"] == [[None, 5, None], [-1.5, 6, None]]
+        assert (meta["prompt_tokens"], meta["weight_version"]) == (2, "7")
 
 
 def test_a_longer_stop_text_of_several_decides_how_far_it_looks_back(model: Model) -> None:

@@ -69,6 +69,12 @@ def test_the_first_values_are_exactly_zero(config: Config) -> None:
     assert all(value.dtype == np.float32 and not value.any() for value in values)
 
 
+def test_only_the_critic_learns_in_the_first_steps(config: Config) -> None:
+    config.critic.warmup_steps = 2
+    critic = Critic(config, Ranks())
+    assert [critic.warming_up(step) for step in range(4)] == [True, True, False, False]
+
+
 def test_values_are_those_of_the_state_before_each_token_row_by_row(config: Config) -> None:
     """Compares padded, split and selected rows with a plain forward pass of each row alone."""
     critic = trained(config)
