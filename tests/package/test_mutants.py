@@ -1,11 +1,14 @@
 """The changes that `make mutants` draws: of code, not of words, and defaults are changed as well."""
 
 import ast
+import signal
 import sys
 import textwrap
 from pathlib import Path
 from types import FunctionType
 from typing import Any
+
+import pytest
 
 from tests.support import mutants, operators
 from tests.support.operators import Change
@@ -111,3 +114,23 @@ def test_what_runs_while_a_module_is_imported_is_known(tmp_path: Path) -> None:
     exec(compile(source, str(path), "exec"), {"__name__": "room"})  # noqa: S102
     sys.settrace(traced)
     assert {name for _, name, _ in plugin._imported} == {"made"}
+
+
+@pytest.mark.integration
+def test_a_test_that_waits_for_ever_has_its_own_time_and_not_that_of_all(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(mutants, "_WALL_S", 0.1)
+
+    def hangs(begins: mutants._Begins) -> int:
+        begins(0)
+        signal.pause()
+        return 0
+
+    def goes_on(begins: mutants._Begins) -> int:
+        for number in range(2):
+            begins(number)
+        return 0
+
+    assert mutants._fails(hangs, [0.0, 1e6])
+    assert not mutants._fails(goes_on, [1e6, 1e6])

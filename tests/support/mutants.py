@@ -84,8 +84,9 @@ _TESTS = {
 _CPU_S = 10
 _WALL_S = 20.0
 _TIMES = 5
-"""What a change may take, in seconds (of the clock: more on a busy machine) and in multiples of its
-tests; then it counts as noticed."""
+"""What a test of a change may take, in seconds (of the clock: more on a busy machine) and in
+multiples of what it took without the change; then the change counts as noticed. In seconds of the
+processor all its tests together."""
 _NOTICED = 1
 _SURVIVED = 77
 """The status of a process whose tests all passed; changed code may end it with 0."""
@@ -93,6 +94,7 @@ _COPY = "MUTANTS_IN_A_COPY"
 """Set in the process that works in the copy of the checkout."""
 _IN_TEST = 1
 _IN_SETUP = 2
+_Begins = Callable[[int], None]
 _Key = tuple[str, str, int]
 """The file, qualified name and first line of a function."""
 
@@ -301,9 +303,8 @@ class _Mutants:
     ) -> bool:
         codes = self._changed(change)
         changed = operators.function_of_default(change, self._trees[str(change.path)])
-        seconds = sum(reached.seconds[index] for index in tests)
 
-        def run() -> int:
+        def run(begins: _Begins) -> int:
             # The functions exist already, and may have been handed on: only their code changes.
             with change.made():
                 for key, code in codes.items():
@@ -311,9 +312,9 @@ class _Mutants:
                         function.__code__ = code
                         if changed is not None:
                             set_defaults(function, changed.args)
-            return _run(session, tests)
+            return _run(session, tests, begins)
 
-        return _fails(run, seconds)
+        return _fails(run, [reached.seconds[index] for index in tests])
 
     def _fails_anew(self, seconds: float) -> bool:
         """Returns whether the tests, which took `seconds`, fail in a new process."""
@@ -332,15 +333,15 @@ class _Mutants:
         broken = compile("def broken(): raise AssertionError('planted')", "planted", "exec")
         code = next(_codes(broken.co_consts[0]))
 
-        def run() -> int:
+        def run(begins: _Begins) -> int:
             for key in reached.tests:
                 for function in self._functions[key]:
                     if not function.__closure__:
                         function.__code__ = code.replace(co_qualname=key[1])
-            return _run(session, range(len(session.items)))
+            return _run(session, range(len(session.items)), begins)
 
         # Most tests fail at once, but some wait for what will never come.
-        return _fails(run, min(20.0, sum(reached.seconds.values())))
+        return _fails(run, [min(_CPU_S, seconds) for _, seconds in sorted(reached.seconds.items())])
 
 
 def set_defaults(function: FunctionType, arguments: ast.arguments) -> None:
@@ -376,9 +377,14 @@ def _may_start_processes(item: pytest.Item) -> bool:
     return item.get_closest_marker("integration") is not None
 
 
-def _run(session: pytest.Session, tests: Sequence[int]) -> int:
-    """Runs tests of a session, until one fails."""
-    for index, after in zip(tests, [*tests[1:], None], strict=True):
+def _run(
+    session: pytest.Session, tests: Sequence[int], begins: _Begins = lambda number: None
+) -> int:
+    """Runs tests of a session, until one fails. Calls `begins` before each, with how many went
+    before.
+    """
+    for number, (index, after) in enumerate(zip(tests, [*tests[1:], None], strict=True)):
+        begins(number)
         item = session.items[index]
         following = None if after is None else session.items[after]
         item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
@@ -409,22 +415,30 @@ def _in_a_child(work: Callable[[], bytes]) -> bytes:
     return found
 
 
-def _fails(run: Callable[[], int], seconds: float) -> bool:
-    """Returns whether tests that took `seconds` fail, or take far longer, in a forked process."""
+def _fails(run: Callable[[_Begins], int], seconds: Sequence[float]) -> bool:
+    """Returns whether tests fail, or one of them takes far longer than its `seconds`, in a forked
+    process.
+    """
+    # Among so many processes, what takes no longer than usual may have to wait for a processor.
+    crowded = max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
+    # One test that waits for what will never come does not have the time of all.
+    end = memoryview(mmap.mmap(-1, 8)).cast("d")
+
+    def begins(number: int) -> None:
+        end[0] = time.monotonic() + crowded * _WALL_S + _TIMES * seconds[number]
+
+    begins(0)
     child = os.fork()
     if not child:
         os.setsid()
         _silenced()
-        limit = _CPU_S + round(_TIMES * seconds)
+        limit = _CPU_S + round(_TIMES * sum(seconds))
         resource.setrlimit(resource.RLIMIT_CPU, (limit, limit))
         has_failed = True
         with contextlib.suppress(BaseException):
-            has_failed = run() == _NOTICED
+            has_failed = run(begins) == _NOTICED
         os._exit(_NOTICED if has_failed else _SURVIVED)
-    # Among so many processes, what takes no longer than usual may have to wait for a processor.
-    crowded = max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
-    end = time.monotonic() + crowded * _WALL_S + _TIMES * seconds
-    while time.monotonic() < end:
+    while time.monotonic() < end[0]:
         done, status = os.waitpid(child, os.WNOHANG)
         if done:
             return os.waitstatus_to_exitcode(status) != _SURVIVED
