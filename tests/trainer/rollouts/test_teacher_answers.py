@@ -214,6 +214,8 @@ def test_a_key_that_is_refused_is_named(is_openai: bool) -> None:
     with pytest.raises(ServiceError) as error:
         scored(served, [1], [[2]])
     assert error.value.remedy == "set TEACHER_API_KEY in the environment of the trainer"
+    # The message that a dropped group is logged with.
+    assert error.value.remedy in str(error.value)
     served.status = 400
     with pytest.raises(ServiceError) as error:
         scored(served, [1], [[2]])
