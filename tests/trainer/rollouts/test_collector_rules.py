@@ -79,10 +79,12 @@ class Replay:
         self.priorities: dict[str, float] = {}
         self.cursor: PromptCursor
         self.calls: list[str] = []
+        self.store_s = 0.0
+        """How long it takes to store groups, unless that is drawn."""
 
     async def add(self, groups: list[Any]) -> int:
         assert len(groups) <= 32
-        await asyncio.sleep(self.draw.uniform(0, 0.5))
+        await asyncio.sleep(self.store_s or self.draw.uniform(0, 0.5))
         known = {*self.fresh, *self.leased, *self.acknowledged}
         new = {group.id: group for group in groups if group.id not in known}
         self.fresh |= new
@@ -148,6 +150,7 @@ class Maker:
         assert answer_start == f"start of {prompt.id}"
         world.generating += 1
         world.check_slots()
+        await asyncio.create_task(world.send())
         await asyncio.sleep(world.draw.choice([0.1, 1.0, world.draw.uniform(0, 9)]))
         world.generating -= 1
         world.fails_left -= 1
@@ -165,6 +168,8 @@ class World:
         self.fails_left = 0
         self.version = 0
         self.generating = 0
+        self.sent = 0
+        """Requests that have left, each from a task of its own."""
         self.slots = 0
         self.taken = 0
         self.tries: list[int] = []
@@ -197,6 +202,9 @@ class World:
 
     async def nothing(self) -> None:
         pass
+
+    async def send(self) -> None:
+        self.sent += 1
 
     def check_slots(self) -> None:
         untaken = self.collector.untaken.values()
@@ -280,6 +288,7 @@ def test_a_run_collects_every_prompt_once_and_no_more_than_its_slots(
         assert all(world.tries.count(at) == MAX_TRIES for at in left), "skipped after three tries"
         assert given_up <= finished
         assert not {at for at in world.tries if f"p{at % EPOCH}" == UNSOLVABLE}
+        assert collector.drops.counts["ground_truth"] == len(unsolvable)
         assert collector.drops.counts["zero_variance"] == equal
         assert collector.drops.counts["stale"] == stale
         assert collector.drops.counts["reward"] == world.failures.total()
@@ -421,6 +430,28 @@ def test_a_data_server_that_another_client_draws_from_is_named() -> None:
     played(5, play)
 
 
+def test_groups_are_known_as_soon_as_all_are_graded() -> None:
+    async def play(world: World, running: asyncio.Task[None]) -> None:
+        collector = world.collector
+        for step in range(4):
+            assert await collector.wait_for_graded(3, 60.0) == [], "one more is on its way"
+            assert await collector.wait_for_graded(5, 60.0) == []
+            world.replay.store_s = 30.0
+            if step:
+                await collector.acknowledge(await world.take(4))
+                world.taken = 0
+                collector.free_slots(4)
+            early = await collector.wait_for_graded(4, 0.05)
+            assert len(early) == (0 if step else 4)
+            graded = await collector.wait_for_graded(4, 60.0)
+            assert [each.position for each in graded] == [*collector.untaken]
+            is_stored = [each.is_stored for each in collector.untaken.values()]
+            assert any(is_stored) == (step == 0), "not after they are stored"
+            assert await collector.wait_until_idle(60.0)
+
+    played(7, play)
+
+
 def test_prompts_are_drawn_before_their_slots_are_free_and_used_once() -> None:
     async def play(world: World, running: asyncio.Task[None]) -> None:
         for _ in range(5):
@@ -438,8 +469,10 @@ def test_prompts_are_drawn_before_their_slots_are_free_and_used_once() -> None:
             await asyncio.sleep(5.0)
             assert world.data.position == drawn, "enough are there"
             world.collector.free_slots(4)
+            sent = world.sent
             await world.collector.wait_until_sent(60.0)
             assert world.generating == 4
+            assert world.sent == sent + 4
             assert world.data.position == drawn
         assert world.tries == [at for at in range(world.tries[-1] + 1) if at % EPOCH != 4]
 

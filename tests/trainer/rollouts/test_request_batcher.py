@@ -8,6 +8,7 @@ import pytest
 from common.clients.base import Unreachable
 from common.errors import ServiceLost
 from common.process import logs
+from tests.simulation.virtual_time import simulated
 from trainer.rollouts.request_batcher import RequestBatcher
 
 
@@ -201,3 +202,29 @@ async def test_a_cancelled_item_does_not_disturb_the_others() -> None:
     assert await stays == 2
     with pytest.raises(asyncio.CancelledError):
         await gone
+
+
+def test_the_example_of_the_page() -> None:
+    began: list[tuple[int, str]] = []
+
+    async def play() -> None:
+        loop = asyncio.get_running_loop()
+
+        async def call(items: list[str]) -> list[str]:
+            began.append((round(1000 * loop.time()), "".join(items)))
+            await asyncio.sleep(0.010)
+            return [item.upper() for item in items]
+
+        store = RequestBatcher(call, max_size=3)
+
+        async def stored(item: str, at_ms: int) -> str:
+            await asyncio.sleep(at_ms / 1000)
+            return await store(item)
+
+        times = {"a": 0, "b": 1, "c": 4, "d": 14, "e": 14, "f": 14, "g": 15}
+        found = await asyncio.gather(*(stored(item, at) for item, at in times.items()))
+        assert found == [*"ABCDEFG"]
+
+    with simulated(0) as loop:
+        loop.run_until_complete(play())
+    assert began == [(3, "ab"), (13, "c"), (15, "def"), (25, "g")]
