@@ -2,6 +2,7 @@
 acknowledged and evicted."""
 
 import asyncio
+import logging
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -580,6 +581,23 @@ async def test_foreign_calls_are_logged_with_their_caller(
         assert what in line
         assert "by 127.0.0.1:123, run " in line
         assert "request strange-1" in line
+
+
+async def test_a_call_of_another_run_is_louder_than_one_of_the_run_that_stores(
+    client: ReplayClient, make_group: MakeGroup, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG)
+    for run, name in (("run-1", "a"), ("", "b")):
+        with logs.request("clears", "run-2"):
+            await client.request("POST", "/clear")
+        with logs.request("adds", run):
+            await client.add([make_group(name)])
+            await client.request("POST", "/clear")
+        with logs.request("clears", "run-2"):
+            await client.request("POST", "/clear")
+    levels = [each.levelname for each in caplog.records if "(clear)" in each.getMessage()]
+    # Nobody stores yet; then run 1 does; then a client without a run.
+    assert levels == ["INFO", "DEBUG", "WARNING", "WARNING", "DEBUG", "INFO"]
 
 
 async def test_keys_of_dropped_groups_are_never_given_again(
