@@ -3,6 +3,7 @@ the second, on a virtual clock, for services that work, stand still, lose reques
 """
 
 import asyncio
+import base64
 import itertools
 import json
 import logging
@@ -16,9 +17,11 @@ from typing import Any
 
 import aiohttp
 import httpx
+import numpy as np
 import pytest
 
-from common.clients.base import Client, Unreachable, wait_healthy
+from common.clients.base import Client, Unreachable, _Patience, wait_healthy
+from common.clients.engines import GeneratingClient
 from common.clients.environment import EnvironmentClient
 from common.clients.network import Network, Sent
 from common.clients.replay import ReplayClient
@@ -487,6 +490,7 @@ def test_a_look_has_five_seconds_and_a_connection_as_many_as_its_call_up_to_ten(
 
     def answer(request: httpx.Request) -> httpx.Response:
         asked.append((str(request.url), request.extensions["timeout"]))
+        assert "content-length" not in request.headers, "it has no body"
         return httpx.Response(200)
 
     async def play() -> None:
@@ -645,3 +649,99 @@ async def test_a_connection_has_its_time_and_errors_have_one_type(
     with pytest.raises(httpx.TransportError):
         await network.handle_async_request(request)
     assert given[-1][1] == aiohttp.ClientTimeout(sock_connect=3.0, sock_read=4.0)
+
+
+def test_a_call_without_a_limit_has_no_timer() -> None:
+    async def limits() -> list[float | None]:
+        return [_Patience(seconds).attempt().when() for seconds in (math.inf, 5.0)]
+
+    with simulated(0) as loop:
+        # An event loop may not take an infinite time.
+        assert loop.run_until_complete(limits()) == [None, 5.0]
+
+
+def test_a_refusal_that_is_repeated_to_the_end_is_told_with_its_remedy() -> None:
+    with simulated(0):
+        service = Service()
+        error = {"code": "full", "message": "no room", "value": 7, "remedy": "wait"}
+
+        async def full(request: httpx.Request) -> httpx.Response:
+            return httpx.Response(503, json={"error": error})
+
+        service.answer = full
+        text = "thing did not answer GET /work in time: HTTP 503: no room · 7 · wait"
+        assert called(service, 4.0).message == text
+
+
+async def test_the_engines_of_a_client_are_those_behind_it() -> None:
+    load = {"num_running_reqs": 1, "num_waiting_reqs": 0, "max_running_requests": 4}
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        if request.url.path == "/workers":
+            return httpx.Response(404)
+        assert str(request.url) == "http://engine/v1/loads"
+        return httpx.Response(200, json={"loads": [load]})
+
+    transport = httpx.MockTransport(answer)
+    async with GeneratingClient("engine", "http://engine/", transport=transport) as client:
+        assert await client.engines.room() == 4
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"finish_reason": {"type": "abort"}}, "the completion ended with abort"),
+        ({"output_token_logprobs": [[-0.5, 1, None], [-0.5, 3, None]]}, "do not match"),
+        ({"output_token_logprobs": [[-0.5, 1, None], [None, 2, None]]}, "not a finite number"),
+        ({"output_token_logprobs": [["x", 1, None], [-0.5, 2, None]]}, "lacks what training needs"),
+        ({"output_token_logprobs": [[-0.5, 1, None]]}, "do not match"),
+        ({"weight_version": "x"}, "lacks what training needs"),
+    ],
+    ids=str,
+)
+def test_an_answer_that_cannot_be_trained_on(change: dict[str, Any], words: str) -> None:
+    with raises(GenerationFailed, field="/generate", status=502) as error:
+        completion_from_answer(answer_of([1, 2], **change))
+    assert words in error.value.message
+    for finish in ("stop", "length"):
+        found = completion_from_answer(answer_of([1, 2], finish_reason={"type": finish}))
+        assert found.finish_reason == finish
+
+
+def test_an_empty_answer_cannot_be_trained_on() -> None:
+    with raises(GenerationFailed, field="/generate") as error:
+        completion_from_answer(answer_of([]))
+    assert error.value.message.startswith("the completion is empty")
+
+
+@pytest.mark.parametrize(
+    ("numbers", "words"),
+    [
+        ([5, 0, 1, 2, 3, 4, 5, 32767], ""),
+        ([0] * 8, "did not record the experts"),
+        ([1] * 7, "7 numbers for 4 tokens"),
+        ([], "0 numbers for 4 tokens"),
+        ([1] * 7 + [-1], "numbers from -1 to 1"),
+        ([1] * 7 + [32768], "numbers from 1 to 32768"),
+        (None, "does not say which experts"),
+    ],
+    ids=str,
+)
+def test_experts_of_tokens(numbers: list[int] | None, words: str) -> None:
+    """Three tokens of a prompt and two of an answer, of which the last was not computed."""
+    more: dict[str, Any] = {"prompt_tokens": 3}
+    if numbers is not None:
+        raw = np.array(numbers, "<i4").tobytes()
+        more["routed_experts"] = base64.b64encode(raw).decode()
+    answer = answer_of([1, 2], **more)
+    if not words:
+        found = completion_from_answer(answer, routed=True)
+        assert found.routed_experts.view("<u2").tolist() == numbers
+        assert len(completion_from_answer(answer).routed_experts) == 0
+        return
+    field = "routed_experts" if numbers is not None else "return_routed_experts"
+    with raises(GenerationFailed, field=field) as error:
+        completion_from_answer(answer, routed=True)
+    assert words in error.value.message
+    if numbers == [0] * 8:
+        assert error.value.value == "0"

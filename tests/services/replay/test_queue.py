@@ -592,7 +592,8 @@ async def test_a_call_of_another_run_is_louder_than_one_of_the_run_that_stores(
             await client.request("POST", "/clear")
         with logs.request("adds", run):
             await client.add([make_group(name)])
-            await client.request("POST", "/clear")
+            answer = await client.request("POST", "/clear")
+            assert answer.json() == {"status": "cleared"}
         with logs.request("clears", "run-2"):
             await client.request("POST", "/clear")
     levels = [each.levelname for each in caplog.records if "(clear)" in each.getMessage()]

@@ -5,6 +5,8 @@ model in memory.
 import json
 import os
 import random
+import sqlite3
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from common.errors import ConfigError
+from common.errors import ConfigError, InvalidInput
 from common.settings.sections import ReplaySection
 from common.wire import codec
 from common.wire.schemas import Group, PriorityUpdate, SampleRequest
@@ -368,3 +370,25 @@ def test_an_older_copy_is_named_with_what_it_lacks(tmp_path: Path) -> None:
     assert kept["added"] == 5
     changes = f"the last 2 of {kept['changes']} acknowledged changes are gone"
     assert f"{changes}, with 2 of 5 groups" in error.value.message
+
+
+def test_metadata_that_no_json_can_hold_are_named_with_their_group(tmp_path: Path) -> None:
+    play = Play(0, tmp_path / "replay.db")
+    groups = [make_group("a"), make_group("b")]
+    groups[1].metadata = {"score": float("nan")}
+    with raises(InvalidInput, field="groups[1].metadata", value="{'score': nan}"):
+        play.buffer.add(groups)
+    play.check()
+    play.buffer.close()
+
+
+@pytest.mark.parametrize("key", [1, 2, 3])
+def test_a_record_that_was_changed_is_found_at_the_start(key: int, tmp_path: Path) -> None:
+    play = Play(0, tmp_path / "replay.db")
+    play.buffer.add([make_group(name) for name in "abc"])
+    play.buffer.close()
+    with closing(sqlite3.connect(play.path)) as db, db:
+        db.execute("UPDATE groups SET position = 7 WHERE key = ?", (key,))
+    with raises(ConfigError, field="state_dir") as error:
+        play.opened()
+    assert f"group {'abc'[key - 1]}" in error.value.message
