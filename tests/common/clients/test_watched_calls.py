@@ -745,3 +745,43 @@ def test_experts_of_tokens(numbers: list[int] | None, words: str) -> None:
     assert words in error.value.message
     if numbers == [0] * 8:
         assert error.value.value == "0"
+
+
+@pytest.mark.parametrize("repeats", [False, True])
+@pytest.mark.parametrize("n", [1, 3])
+@pytest.mark.parametrize("adapter", [None, ("policy", 4)])
+@pytest.mark.parametrize("truncates", [False, True])
+async def test_a_prompt_is_repeated_where_the_engine_needs_that(
+    repeats: bool, n: int, adapter: tuple[str, int] | None, truncates: bool
+) -> None:
+    bodies: list[Any] = []
+    kept = {
+        "output_token_sampling_mask": [[1]],
+        "output_token_sampling_logprobs": [-0.1],
+    }
+    label = {"weight_version": "default"} if adapter else {}
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        bodies.append(json.loads(request.content))
+        more = kept if truncates else {}
+        return httpx.Response(200, json=[answer_of([1], **more, **label)] * n)
+
+    transport = httpx.MockTransport(answer)
+    async with RolloutClient("router", "http://router", transport=transport) as client:
+        client.repeats_prompt = repeats
+        client.adapter = adapter
+        found = await client.generate(
+            [5, 6],
+            n=n,
+            max_new_tokens=1,
+            temperature=1.0,
+            stop_token_ids=[],
+            parameters={"top_p": 0.9} if truncates else {},
+        )
+    assert [each.weight_version for each in found] == [4 if adapter else 3] * n
+    [body] = bodies
+    is_repeated = repeats and n > 1 and (adapter is not None or truncates)
+    assert body["input_ids"] == ([[5, 6]] * n if is_repeated else [5, 6])
+    assert body["sampling_params"]["n"] == (1 if is_repeated else n)
+    assert body.get("lora_path") == (adapter[0] if adapter else None)
+    assert ("return_sampling_mask" in body) == truncates

@@ -5,7 +5,8 @@ once, bounded slots, nothing finished before it is acknowledged, and no group of
 import asyncio
 import random
 from collections import Counter
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -165,13 +166,15 @@ class World:
     def __init__(self, seed: int, patch: pytest.MonkeyPatch, **settings: Any) -> None:
         self.draw = random.Random(seed)
         self.fails = 0.0
-        self.fails_left = 0
+        self.fails_left = settings.get("fails_left", 0)
         self.version = 0
         self.generating = 0
         self.sent = 0
         """Requests that have left, each from a task of its own."""
         self.slots = 0
         self.taken = 0
+        self.stages = Counter[str]()
+        """How often each stage is active now."""
         self.tries: list[int] = []
         self.failures = Counter[int]()
         self.data = Data(self.draw)
@@ -188,9 +191,7 @@ class World:
                 for each in prompts
             ]
         )
-        clock = SimpleNamespace(
-            stage=lambda *given: nullcontext(), is_active=lambda *given: self.generating > 0
-        )
+        clock = SimpleNamespace(stage=self.stage, is_active=lambda *given: self.generating > 0)
         context: Any = SimpleNamespace(
             config=config, services=services, prompter=prompter, clock=clock, run_id="run"
         )
@@ -199,6 +200,14 @@ class World:
         self.replay.cursor = self.cursor
         truths: Any = SimpleNamespace(unsolvable={UNSOLVABLE: "no"}, run=self.nothing)
         self.collector = Collector(context, self.cursor, truths)
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        self.stages[name] += 1
+        try:
+            yield
+        finally:
+            self.stages[name] -= 1
 
     async def nothing(self) -> None:
         pass
@@ -448,8 +457,41 @@ def test_groups_are_known_as_soon_as_all_are_graded() -> None:
             is_stored = [each.is_stored for each in collector.untaken.values()]
             assert any(is_stored) == (step == 0), "not after they are stored"
             assert await collector.wait_until_idle(60.0)
+            assert collector.stored_groups == 4 * (step + 1)
 
     played(7, play)
+
+
+@pytest.mark.parametrize("reproducible", [False, True])
+def test_a_group_that_is_tried_again_keeps_its_place_where_runs_are_to_be_the_same(
+    reproducible: bool,
+) -> None:
+    async def play(world: World, running: asyncio.Task[None]) -> None:
+        assert await world.collector.wait_until_idle(60.0)
+        positions = [*world.collector.untaken]
+        [failed] = world.failures
+        others = [at for at in (0, 1, 2, 3) if at != failed]
+        assert failed != 3
+        assert positions == ([0, 1, 2, 3] if reproducible else [*others, failed])
+
+    played(9, play, reproducible=reproducible, fails_left=1)
+
+
+def test_a_wait_for_the_oldest_group_alone_is_one_for_stragglers() -> None:
+    async def play(world: World, running: asyncio.Task[None]) -> None:
+        collector = world.collector
+        waiting = asyncio.create_task(collector.wait_for_oldest(2, 600.0))
+        seen: set[tuple[int, bool]] = set()
+        while not waiting.done():
+            await asyncio.sleep(0.01)
+            stored = [each.is_stored for each in collector.untaken.values()]
+            assert (world.stages["stragglers"] == 1) == (sum(stored) >= 2 and not waiting.done())
+            seen.add((sum(stored), waiting.done()))
+        assert (2, False) in seen, "two are stored, and not the oldest"
+        assert await waiting
+        assert world.stages["stragglers"] == 0
+
+    played(11, play)
 
 
 def test_prompts_are_drawn_before_their_slots_are_free_and_used_once() -> None:

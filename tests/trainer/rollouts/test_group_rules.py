@@ -212,7 +212,7 @@ def same(found: Any, wanted: Any) -> bool:
     return bool(np.array_equal(found, wanted, equal_nan=True))
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", range(24))
 def test_a_group_of_single_completions(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     world = World(seed)
     draw = world.draw
@@ -321,7 +321,7 @@ def test_the_experts_of_a_group_are_kept_beside_it(monkeypatch: pytest.MonkeyPat
     assert done == [group, (group, world.config.state_dir / "experts")]
 
 
-@pytest.mark.parametrize("seed", range(80))
+@pytest.mark.parametrize("seed", range(50))
 def test_a_group_of_episodes(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     world = World(seed)
     draw = world.draw

@@ -228,3 +228,18 @@ def test_the_example_of_the_page() -> None:
     with simulated(0) as loop:
         loop.run_until_complete(play())
     assert began == [(3, "ab"), (13, "c"), (15, "def"), (25, "g")]
+
+
+def test_a_service_that_answers_too_little_leaves_nobody_waiting() -> None:
+    async def play() -> list[int | BaseException]:
+        async def call(items: list[int]) -> list[int]:
+            return items[:-1]
+
+        store = RequestBatcher(call, max_size=3)
+        calls = asyncio.gather(*map(store, [7, 8]), return_exceptions=True)
+        return await asyncio.wait_for(calls, 60.0)
+
+    with simulated(0) as loop:
+        first, second = loop.run_until_complete(play())
+    assert first == 7
+    assert isinstance(second, ValueError)
