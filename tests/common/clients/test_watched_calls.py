@@ -317,6 +317,12 @@ def test_calls_that_wait_are_said_once_in_ten_seconds_and_quietly_at_the_start(
             f"waited {round(when)} s so far for thing to answer GET"
         )
         assert each.getMessage().endswith(": Connection refused")
+        assert vars(each)["event"] == {
+            "code": "waiting",
+            "service": "thing",
+            "problem": "refused",
+            "seconds": round(when),
+        }
 
 
 def failing(error: Exception) -> Callable[[httpx.Request], Awaitable[httpx.Response]]:
@@ -785,3 +791,29 @@ async def test_a_prompt_is_repeated_where_the_engine_needs_that(
     assert body["sampling_params"]["n"] == (1 if is_repeated else n)
     assert body.get("lora_path") == (adapter[0] if adapter else None)
     assert ("return_sampling_mask" in body) == truncates
+
+
+async def test_a_connection_is_direct_and_finds_a_name_that_has_moved() -> None:
+    async with Network()._open() as session:
+        connector = session.connector
+        assert isinstance(connector, aiohttp.TCPConnector)
+        assert not connector.use_dns_cache
+        assert connector.limit == 0
+        assert not session.trust_env
+        assert isinstance(session.cookie_jar, aiohttp.DummyCookieJar)
+
+
+async def test_parsing_that_is_over_keeps_nobody_waiting() -> None:
+    async with RolloutClient("router", "http://router") as client:
+        await client._may_parse()
+        assert client._parsing_ends > 0.0
+        await asyncio.sleep(0)
+        assert client._parsing_ends == 0.0
+
+
+def test_an_answer_that_lacks_a_fact_is_told_with_the_facts_that_it_has() -> None:
+    answer = answer_of([1])
+    del answer["meta_info"]["finish_reason"]
+    with raises(GenerationFailed, value="['output_token_logprobs', 'weight_version']") as error:
+        completion_from_answer(answer)
+    assert "KeyError('finish_reason')" in error.value.message

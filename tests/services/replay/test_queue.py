@@ -583,6 +583,19 @@ async def test_foreign_calls_are_logged_with_their_caller(
         assert "request strange-1" in line
 
 
+async def test_groups_are_listed_by_their_state(
+    client: ReplayClient, make_group: MakeGroup
+) -> None:
+    await client.add([make_group(name, position=at) for at, name in enumerate("abcd")])
+    await client.take(take(2, "r"))
+    await client.ack(["a"])
+    listed = {
+        state: [group["id"] for group in await client.listing(state)]
+        for state in ("fresh", "leased", "consumed")
+    }
+    assert listed == {"fresh": ["c", "d"], "leased": ["b"], "consumed": ["a"]}
+
+
 async def test_a_call_of_another_run_is_louder_than_one_of_the_run_that_stores(
     client: ReplayClient, make_group: MakeGroup, caplog: pytest.LogCaptureFixture
 ) -> None:
