@@ -41,6 +41,12 @@ def test_probabilities_by_hand(priorities: Float64, exponent: float, expected: F
     np.testing.assert_allclose(probabilities(priorities, exponent), expected, rtol=1e-12)
 
 
+@pytest.mark.parametrize("scale", [1e-300, 1e-9, 1.0, 1e300])
+def test_probabilities_do_not_depend_on_the_unit(scale: float) -> None:
+    found = probabilities(np.array([1.0, 3.0, 0.0]) * scale, 2.0)
+    np.testing.assert_allclose(found, [0.1, 0.9, 0.0])
+
+
 @pytest.mark.parametrize(
     ("chances", "count", "expected"),
     [

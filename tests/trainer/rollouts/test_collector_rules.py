@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from common.settings.config import Config
@@ -519,3 +520,14 @@ def test_prompts_are_drawn_before_their_slots_are_free_and_used_once() -> None:
         assert world.tries == [at for at in range(world.tries[-1] + 1) if at % EPOCH != 4]
 
     played(6, play)
+
+
+@pytest.mark.parametrize(("size", "weight"), [(0, 1), (1, 1), (4, 2), (6, 3), (64, 32), (200, 100)])
+def test_a_large_group_counts_as_several_in_one_call(size: int, weight: int) -> None:
+    """64 MB go into a call, or 32 groups."""
+    half = np.zeros(size << 19, np.uint8)
+    completion: Any = SimpleNamespace(logprobs=half, routed_experts=half)
+    group: Any = SimpleNamespace(completions=[completion])
+    assert collector_module._weight(group) == weight
+    group.completions = [completion] * 2
+    assert collector_module._weight(group) == max(1, size)

@@ -308,11 +308,12 @@ def test_groups_of_equal_rewards_are_replaced_for_some_rounds(
     assert [call[1].count for call in collector.named("take")] == [4, *[3] * rounds]
 
 
+@pytest.mark.parametrize("staleness", [0, 2])
 @pytest.mark.parametrize("helps", [False, True])
 def test_a_wait_without_progress_ends_and_one_with_progress_does_not(
-    helps: bool, loop: VirtualLoop, monkeypatch: pytest.MonkeyPatch
+    helps: bool, staleness: int, loop: VirtualLoop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = Run(loop, monkeypatch, config_of())
+    run = Run(loop, monkeypatch, config_of(staleness=staleness))
     collector = run.collector
     ends = 200.0
     graded = random.Random(3)
