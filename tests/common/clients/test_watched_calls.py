@@ -272,6 +272,23 @@ def test_a_long_wait_that_is_given_up_is_reported(
     assert reports == [text] * (limit_s == 60.0)
 
 
+def test_an_attempt_that_the_deadline_cuts_off_hides_no_reason_before_it() -> None:
+    with simulated(0) as loop:
+        service = Service()
+
+        async def refuses_once(request: httpx.Request) -> httpx.Response:
+            if len(service.attempts) == 1:
+                raise httpx.ConnectError("Connection refused")
+            return await service.silent(request)
+
+        service.answer = refuses_once
+        error = called(service, 40.0)
+        assert error.message.endswith("in time: Connection refused")
+        assert error.about["problem"] == "refused"
+        assert loop.now == pytest.approx(40.0)
+        assert len(service.attempts) == 2
+
+
 def test_a_call_without_time_is_not_sent() -> None:
     with simulated(0):
         service = Service()

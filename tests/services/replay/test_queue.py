@@ -583,6 +583,14 @@ async def test_foreign_calls_are_logged_with_their_caller(
         assert "request strange-1" in line
 
 
+@pytest.mark.parametrize("kind", ["text/plain", "Text/Plain; charset=utf-8", ""])
+async def test_groups_of_another_content_type_are_refused(client: ReplayClient, kind: str) -> None:
+    value = "text/plain" if kind else ""
+    with raises(ServiceError, field="content-type", value=value, status=415) as error:
+        await client.request("POST", "/groups", content=b"x", headers={"content-type": kind})
+    assert error.value.code == "unsupported_media_type"
+
+
 async def test_groups_are_listed_by_their_state(
     client: ReplayClient, make_group: MakeGroup
 ) -> None:
