@@ -12,6 +12,7 @@ import ssl
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -834,3 +835,66 @@ def test_an_answer_that_lacks_a_fact_is_told_with_the_facts_that_it_has() -> Non
     with raises(GenerationFailed, value="['output_token_logprobs', 'weight_version']") as error:
         completion_from_answer(answer)
     assert "KeyError('finish_reason')" in error.value.message
+
+
+IDLE = {"num_running_reqs": 0, "num_waiting_reqs": 0, "num_used_tokens": 0}
+
+
+@pytest.mark.parametrize(
+    ("loads", "works"),
+    [
+        ([IDLE, IDLE], False),
+        ([IDLE, IDLE | {"num_running_reqs": 1}], None),
+        ([IDLE | {"num_waiting_reqs": 1}], None),
+        ([IDLE | {"num_used_tokens": 1}], None),
+        ([], None),
+    ],
+    ids=str,
+)
+async def test_a_request_that_no_engine_has_is_lost(
+    loads: list[dict[str, int]], works: bool | None
+) -> None:
+    def answer(request: httpx.Request) -> httpx.Response:
+        if request.url.path == "/workers":
+            return httpx.Response(404)
+        return httpx.Response(200, json={"loads": loads})
+
+    transport = httpx.MockTransport(answer)
+    async with RolloutClient("router", "http://router", transport=transport) as client:
+        client.engines.progress = 5
+        assert await client._look("attempt") == (works, 5)
+
+
+@pytest.mark.parametrize("status", [200, 404])
+async def test_a_service_that_has_answered_is_no_longer_starting(status: int) -> None:
+    transport = httpx.MockTransport(lambda _: httpx.Response(status))
+    async with Client("thing", "http://thing", transport=transport) as client:
+        assert client.severity == logging.WARNING
+        client.start_s = 1e9
+        assert client.severity == logging.INFO
+        with suppress(ServiceError):
+            await client.request("GET", "/")
+        assert client.severity == logging.WARNING
+
+
+class Closable(httpx.AsyncByteStream):
+    """A body that knows whether it was closed."""
+
+    def __init__(self) -> None:
+        self.closed = 0
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        yield b"x"
+
+    async def aclose(self) -> None:
+        self.closed += 1
+
+
+async def test_a_compressed_answer_to_a_direct_call_is_refused_and_closed() -> None:
+    stream = Closable()
+    headers = {"content-encoding": "gzip"}
+    transport = httpx.MockTransport(lambda _: httpx.Response(200, headers=headers, stream=stream))
+    async with Client("thing", "http://thing", transport=transport) as client:
+        with raises(ServiceError, field="content-encoding", value="gzip"):
+            await client.http.get("/")
+    assert stream.closed
