@@ -26,6 +26,7 @@ from common.clients.engines import GeneratingClient
 from common.clients.environment import EnvironmentClient
 from common.clients.network import Network, Sent
 from common.clients.replay import ReplayClient
+from common.clients.reward import RewardClient
 from common.clients.rollout import GenerationFailed, RolloutClient, completion_from_answer
 from common.errors import ServiceError, ServiceLost
 from common.process import logs, watchdog
@@ -607,6 +608,7 @@ async def test_completions_are_read_wherever_they_are(has_readers: bool, tmp_pat
             )
     assert [each.token_ids.tolist() for each in found] == [[1, 2], [3]]
     assert [each.weight_versions for each in found] == [[(3, 0, 2)], [(3, 0, 1)]]
+    assert {each.kept_tokens.dtype for each in found} == {np.dtype(np.int32)}
     assert files_in(tmp_path) == set(), "a file is gone once it was read"
 
 
@@ -898,3 +900,44 @@ async def test_a_compressed_answer_to_a_direct_call_is_refused_and_closed() -> N
         with raises(ServiceError, field="content-encoding", value="gzip"):
             await client.http.get("/")
     assert stream.closed
+
+
+async def test_engines_that_say_nothing_have_room_for_all() -> None:
+    transport = httpx.MockTransport(lambda _: httpx.Response(404))
+    async with GeneratingClient("engine", "http://engine", transport=transport) as client:
+        assert await client.engines.room() == math.inf
+
+
+@pytest.mark.parametrize("verdicts", [False, True])
+async def test_the_reward_server_says_whether_it_gives_verdicts(verdicts: bool) -> None:
+    def answer(request: httpx.Request) -> httpx.Response:
+        assert request.url.path == "/stats"
+        return httpx.Response(200, json={"gives_verdicts": verdicts})
+
+    transport = httpx.MockTransport(answer)
+    async with RewardClient("reward", "http://reward", transport=transport) as client:
+        assert await client.gives_verdicts() is verdicts
+
+
+def test_after_a_while_of_parsing_other_tasks_run_first() -> None:
+    """In one round of the event loop, whose clock a test moves on as parsing would."""
+    order: list[str] = []
+
+    async def parse(client: RolloutClient, name: str, loop: Any) -> None:
+        await client._may_parse()
+        order.append(name)
+        loop.now += 0.06
+
+    async def other() -> None:
+        order.append("other")
+
+    async def play(loop: Any) -> None:
+        client = RolloutClient("router", "http://router")
+        async with client, asyncio.TaskGroup() as tasks:
+            for name in "abcd":
+                tasks.create_task(parse(client, name, loop))
+            tasks.create_task(other())
+
+    with simulated(0) as loop:
+        loop.run_until_complete(play(loop))
+    assert order == ["a", "b", "other", "c", "d"]

@@ -181,7 +181,8 @@ def test_lives_and_pauses_are_those_of_the_rules(
 ) -> None:
     draw = random.Random(seed)
     # Some runs have rows of one kind, of which the supervision has enough after a while.
-    kinds = draw.choice([KINDS, ["short"], ["short", "short", "short", "hangs"]])
+    rows = [["short"], ["short", "short", "short", "hangs"], ["stuck", "refuses"], ["refuses"]]
+    kinds = draw.choice([KINDS, KINDS, *rows])
     statuses = draw.choice([[1], [1, 2], [1, 1, 1, 0, 137]])
     lives = [life(draw, kinds, statuses) for _ in range(12)]
     world = World([*lives], tmp_path, monkeypatch)

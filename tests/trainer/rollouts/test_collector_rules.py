@@ -299,6 +299,8 @@ def test_a_run_collects_every_prompt_once_and_no_more_than_its_slots(
         assert given_up <= finished
         assert not {at for at in world.tries if f"p{at % EPOCH}" == UNSOLVABLE}
         assert collector.drops.counts["ground_truth"] == len(unsolvable)
+        reasons = {"ground_truth", "zero_variance", "stale", "reward"}
+        assert {*collector.drops.counts} <= reasons
         assert collector.drops.counts["zero_variance"] == equal
         assert collector.drops.counts["stale"] == stale
         assert collector.drops.counts["reward"] == world.failures.total()
@@ -489,6 +491,7 @@ def test_a_wait_for_the_oldest_group_alone_is_one_for_stragglers() -> None:
             assert (world.stages["stragglers"] == 1) == (sum(stored) >= 2 and not waiting.done())
             seen.add((sum(stored), waiting.done()))
         assert (2, False) in seen, "two are stored, and not the oldest"
+        assert (4, True) not in seen, "the others may take longer"
         assert await waiting
         assert world.stages["stragglers"] == 0
 
