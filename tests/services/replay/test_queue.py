@@ -617,6 +617,8 @@ async def test_a_call_of_another_run_is_louder_than_one_of_the_run_that_stores(
             assert answer.json() == {"status": "cleared"}
         with logs.request("clears", "run-2"):
             await client.request("POST", "/clear")
+    assert await client.reset_fresh() == 0
+    assert not [each for each in caplog.records if "(reset_fresh)" in each.getMessage()]
     levels = [each.levelname for each in caplog.records if "(clear)" in each.getMessage()]
     # Nobody stores yet; then run 1 does; then a client without a run.
     assert levels == ["INFO", "DEBUG", "WARNING", "WARNING", "DEBUG", "INFO"]

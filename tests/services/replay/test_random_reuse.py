@@ -392,3 +392,11 @@ def test_a_record_that_was_changed_is_found_at_the_start(key: int, tmp_path: Pat
     with raises(ConfigError, field="state_dir") as error:
         play.opened()
     assert f"group {'abc'[key - 1]}" in error.value.message
+
+
+def test_every_id_needs_its_priority(tmp_path: Path) -> None:
+    play = Play(0, tmp_path / "replay.db")
+    with raises(InvalidInput, field="priorities", value="1") as error:
+        play.buffer.set_priorities(PriorityUpdate(ids=["a", "b"], priorities=[1.0]))
+    assert error.value.message.startswith("2 ids ")
+    play.buffer.close()
