@@ -38,6 +38,7 @@ class Node(httpx.AsyncBaseTransport):
         self.probes: list[float] = []
         self.deleted: list[tuple[float, str, int]] = []
         self.delete_statuses: list[int] = []
+        self.health = 200
         self.shut = ""
         """How it cannot be reached: `refuses` or `hangs`; empty if it can."""
         self.turn = asyncio.Event()
@@ -70,7 +71,7 @@ class Node(httpx.AsyncBaseTransport):
     async def _answer(self, request: httpx.Request) -> httpx.Response:
         match request.method, request.url.path:
             case "GET", "/health":
-                return httpx.Response(200)
+                return httpx.Response(self.health)
             case "GET", "/stats":
                 return httpx.Response(200, json={"nodes": len(self.nodes.all)})
             case "DELETE", path:
@@ -283,18 +284,24 @@ def test_a_request_that_is_cancelled_ends_on_its_node(cancels: str) -> None:
     played(4, 2, play)
 
 
-def test_a_request_waits_for_a_slot_as_long_as_its_node_is_healthy() -> None:
+@pytest.mark.parametrize("end", ["refuses", "is unwell"])
+def test_a_request_waits_for_a_slot_as_long_as_its_node_is_healthy(end: str) -> None:
     async def play(nodes: Nodes) -> None:
         # Three times the deadline of an episode, and a little, are the time of one call.
         call = nodes.begin("r0")
         await asyncio.sleep(900.0)
         node = nodes.all[0]
         assert [round(at) for at, _ in node.posts] == [0, 330, 660]
-        node.becomes("refuses")
+        if end == "refuses":
+            node.becomes(end)
+        else:
+            node.health = 503
         with pytest.raises(Unreachable):
             await call
         assert nodes.now == pytest.approx(990.0, abs=2.5)
-        assert node.deleted == []
+        # Nobody waits for its episodes any more.
+        deleted = [name for _, name, _ in node.deleted]
+        assert deleted == ([] if end == "refuses" else ["r0"])
 
     played(5, 1, play, seconds=5000.0)
 

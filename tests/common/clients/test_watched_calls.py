@@ -32,6 +32,7 @@ from common.errors import ServiceError, ServiceLost
 from common.process import logs, watchdog
 from common.process import progress as process_progress
 from common.wire.headers import ASKED_ATTEMPT, ATTEMPT, PROGRESS, WORKING
+from common.wire.schemas import RewardItem
 from tests.simulation.virtual_time import simulated
 from tests.support.errors import raises
 
@@ -621,6 +622,8 @@ def test_what_an_answer_was_sampled_from_is_kept_if_it_says_so() -> None:
         found = completion_from_answer(answer_of([1, 2, 3], **kept), truncated=truncated)
         assert found.kept_tokens.tolist() == [4, 5, 6]
         assert found.kept_counts.tolist() == [2, 0, 1]
+        assert found.kept_tokens.dtype == found.kept_counts.dtype == np.int32
+        assert found.logprobs.dtype == np.float32
         assert found.logprobs == pytest.approx([-0.1, -0.2, -0.3])
     with raises(GenerationFailed, field="return_sampling_mask"):
         completion_from_answer(answer_of([1]), truncated=True)
@@ -941,3 +944,35 @@ def test_after_a_while_of_parsing_other_tasks_run_first() -> None:
     with simulated(0) as loop:
         loop.run_until_complete(play(loop))
     assert order == ["a", "b", "other", "c", "d"]
+
+
+async def test_every_answer_that_is_read_here_waits_for_its_turn(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    turns: list[int] = []
+
+    async def turn(client: RolloutClient) -> None:
+        turns.append(1)
+
+    monkeypatch.setattr(RolloutClient, "_may_parse", turn)
+    transport = httpx.MockTransport(lambda _: httpx.Response(200, json=answer_of([1])))
+    options: Any = {"n": 1, "max_new_tokens": 1, "temperature": 1.0, "stop_token_ids": []}
+    async with RolloutClient("router", "http://router", transport=transport) as client:
+        assert await client.answers([1], **options) == [answer_of([1])]
+        assert len(turns) == 1
+        await client.generate([1], **options)
+        assert len(turns) == 2
+
+
+async def test_ground_truths_are_checked_as_they_are() -> None:
+    items = [RewardItem(response="", ground_truth=text) for text in ("4", "x")]
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        assert request.url.path == "/check_ground_truths"
+        assert [each["ground_truth"] for each in json.loads(request.content)["items"]] == ["4", "x"]
+        return httpx.Response(200, json={"problems": [{"index": 1, "reason": "no number"}]})
+
+    transport = httpx.MockTransport(answer)
+    async with RewardClient("reward", "http://reward", transport=transport) as client:
+        [problem] = (await client.check_ground_truths(items)).problems
+    assert (problem.index, problem.reason) == (1, "no number")
