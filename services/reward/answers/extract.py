@@ -135,7 +135,7 @@ _CIRCUMSTANCES = re.compile(
     re.IGNORECASE | re.VERBOSE,
 )
 # A value and what it is computed from: "$18 (9 * 2)"
-_COMPUTATION = re.compile(rf"({_VALUE})\s\(([0-9$][^()]{{1,80}})\)")
+_COMPUTATION = re.compile(rf"(?<![0-9.,])({_VALUE})\s\(([0-9$][^()]{{1,80}})\)")
 # "3 + " of a computation without its value
 _UNFINISHED = re.compile(r"(?:(?:[0-9)]|\b[a-z])\s[-−–]|[0-9a-z)²³]\s[+*×÷/]|[0-9]\sx)\s\Z")
 _ITEM = rf"(?:[A-Za-z]\s?=\s?)?(?:{_VALUE})"
@@ -153,7 +153,7 @@ _MONTH = rf"(?:{'|'.join(filter(None, (*calendar.month_name, *calendar.month_abb
 # A tuple, a date, or 1 hour and 30 minutes: its numbers are no answers by themselves.
 _WHOLE = re.compile(
     rf"[(\[]\s*(?:(?:{_VALUE})\s*,\s*){{1,20}}(?:{_VALUE})\s*[)\]]"
-    rf"|(?=[^\sA-Za-z])(?:{_VALUE})(?:(?<=[a-z])(?:,?\s(?:and\s)?(?:{_VALUE})(?<=[a-z])){{1,3}}"
+    rf"|(?=[^\sA-Za-z])(?<![0-9.,])(?:{_VALUE})(?:(?<=[a-z])(?:,?\s(?:and\s)?(?:{_VALUE})(?<=[a-z])){{1,3}}"
     rf"|(?:\s(?!{_LEADS}\b|{_VERB})[a-z]+,?(?:\s(?:{_VALUE}))?){{1,9}}\sand\s(?:{_VALUE})\s[a-z]+)"
     rf"|(?:\b[0-9]{{1,2}}(?:st|nd|rd|th)?\s+(?:of\s+)?{_MONTH}"
     rf"|\b{_MONTH}\s+[0-9]{{1,2}}(?:st|nd|rd|th)?\b)(?:,?\s+[0-9]{{4}})?"
