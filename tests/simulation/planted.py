@@ -536,11 +536,6 @@ _TAKEOVER = {
         "            self._runs.check(logs.run_id())\n            position = None",
         "            position = None",
     ),
-    "a run that has ended sets the stream back": Bug(
-        "services/data/stream.py",
-        "                self._runs.check_begin(run_id, replaces)\n",
-        "",
-    ),
     "a data-server that starts again knows of no runs": Bug(
         "services/data/stream.py",
         "                    self.begin_run(run_id)\n",
