@@ -294,6 +294,9 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         self.call_later(self._rng.uniform(0, longest_s), run)
 
 
+_MANY_OBJECTS = 400_000
+
+
 @contextmanager
 def simulated(seed: int) -> Iterator[VirtualLoop]:
     """Yields a loop; inside the block, clocks and random ids belong to the seed too."""
@@ -308,9 +311,11 @@ def simulated(seed: int) -> Iterator[VirtualLoop]:
     is_collected = gc.isenabled()
     gc.disable()  # one collection at the end is enough
     if is_collected:
-        # It need not look at what other tests have left and imported.
         gc.collect()
-        gc.freeze()
+        # It need not look at what other tests have left and imported. A run before, which somebody
+        # may still hold, is less.
+        if len(gc.get_objects()) > _MANY_OBJECTS:
+            gc.freeze()
     with (
         patch.object(time, "monotonic", lambda: loop.now + 1000.0),
         patch.object(time, "perf_counter", lambda: loop.now + 1000.0),

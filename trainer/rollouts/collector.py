@@ -481,7 +481,8 @@ class Collector:
         """Stores groups again that the replay-buffer lost before the trainer took them.
 
         Raises CollectFailed for groups that it would not take again because another client
-        acknowledged them, and for lost ones that the trainer holds: they could not be acknowledged.
+        acknowledged them, and for lost ones that the trainer has taken: they could not be
+        acknowledged.
         """
         groups = self._graded()
         # Dynamic sampling holds groups while it waits for others; the replay-buffer counts both.
@@ -502,6 +503,15 @@ class Collector:
             )
 
         lost = expected - await self._unacknowledged()
+        held = len(self._held) - int((await self._services.replay.stats())["leased"])
+        if lost > 0 and held > 0:
+            raise CollectFailed(
+                f"the replay-buffer no longer has {held} groups that the trainer has taken: it "
+                "lost its volume, or another client acknowledged or dropped them",
+                field="leased",
+                value=held,
+                remedy="its log says which; start the run again, which collects them again",
+            )
         if lost > 0:
             raise CollectFailed(
                 f"{lost} groups were acknowledged or dropped in the replay-buffer by another "

@@ -409,9 +409,16 @@ async def forget_all(other: ReplayClient) -> None:
     await other.reset_fresh()
 
 
-@pytest.mark.parametrize(("deed", "lost"), [(acknowledge_one, 1), (forget_all, FRESH - 1)])
+@pytest.mark.parametrize(
+    ("deed", "field", "lost"),
+    [(acknowledge_one, "/groups/ack", 1), (forget_all, "leased", FRESH - 1)],
+)
 def test_the_groups_that_the_trainer_holds_do_not_hide_the_loss_of_others(
-    base_model: Path, tmp_path: Path, deed: Callable[[ReplayClient], Awaitable[None]], lost: int
+    base_model: Path,
+    tmp_path: Path,
+    deed: Callable[[ReplayClient], Awaitable[None]],
+    field: str,
+    lost: int,
 ) -> None:
     """Dynamic sampling holds groups that differ while it waits for others."""
     with simulation(base_model, tmp_path, "train") as made:
@@ -422,7 +429,7 @@ def test_the_groups_that_the_trainer_holds_do_not_hide_the_loss_of_others(
             await made.take(FRESH - 1)
             await made.collector.store_lost()  # nothing is lost yet
             await deed(ReplayClient("replay-buffer", "http://x", transport=made.replay))
-            with raises(CollectFailed, field="/groups/ack", value=str(lost)):
+            with raises(CollectFailed, field=field, value=str(lost)):
                 await made.collector.store_lost()
 
         with made.rollouts.collecting(0, 1):
