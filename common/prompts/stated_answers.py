@@ -440,7 +440,7 @@ def _labelled(text: str, label: Mark, words: bool) -> str | None:
         " *_"
     ).startswith("\n")
     passage = _without_marks(rest)
-    if not passage:
+    if passage is None or (rest and not passage):
         return passage
     sentence, formulas = masked(_OPENING.sub("", passage, count=1))
     end = SENTENCE_END.search(sentence)

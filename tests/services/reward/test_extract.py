@@ -49,6 +49,13 @@ def test_extract_answer(response: str, answer: str | None) -> None:
     assert extract_answer(response) == answer
 
 
+@pytest.mark.parametrize("label", ["Answer:", "Final Answer:", "**Answer:**", "The answer is"])
+@pytest.mark.parametrize("end", ["", " ", "\n", "\n\n"])
+@pytest.mark.parametrize("said", ["\\boxed{5}", "So 2+3 = 5.", "#### 5", "The answer is 5."])
+def test_a_label_that_states_nothing_changes_nothing(said: str, label: str, end: str) -> None:
+    assert graded("5", f"{said}\n\n{label}{end}") == "right"
+
+
 _LABELS = (
     "Answer:",
     "## Answer\n",
