@@ -503,8 +503,10 @@ class Collector:
             )
 
         lost = expected - await self._unacknowledged()
-        held = len(self._held) - int((await self._services.replay.stats())["leased"])
-        if lost > 0 and held > 0:
+        if lost <= 0:
+            return
+        held = len(self._held) - (await self._services.replay.stats())["leased"]
+        if held > 0:
             raise CollectFailed(
                 f"the replay-buffer no longer has {held} groups that the trainer has taken: it "
                 "lost its volume, or another client acknowledged or dropped them",
@@ -512,15 +514,14 @@ class Collector:
                 value=held,
                 remedy="its log says which; start the run again, which collects them again",
             )
-        if lost > 0:
-            raise CollectFailed(
-                f"{lost} groups were acknowledged or dropped in the replay-buffer by another "
-                "client before they were trained on",
-                field="/groups/ack",
-                value=lost,
-                remedy="the log of replay-buffer names the client: stop it and restart the run to "
-                "collect them again",
-            )
+        raise CollectFailed(
+            f"{lost} groups were acknowledged or dropped in the replay-buffer by another "
+            "client before they were trained on",
+            field="/groups/ack",
+            value=lost,
+            remedy="the log of replay-buffer names the client: stop it and restart the run to "
+            "collect them again",
+        )
 
     def _graded(self) -> list[Group]:
         """Returns the groups that are stored or being stored and that the trainer has not taken."""

@@ -162,24 +162,24 @@ class Rollouts:
         if not algorithm.dynamic_sampling:
             return groups
 
-        rounds = 0
-        # Equal rewards have advantages of 0: such a group teaches nothing.
-        while equal := [group for group in groups if group.zero_variance]:
-            if rounds == algorithm.dynamic_sampling_rounds:
-                raise CollectFailed(
-                    f"{rounds} rounds of dynamic sampling left groups of equal rewards in the "
-                    "batch",
-                    code="equal_rewards",
-                    field="algorithm.dynamic_sampling_rounds",
-                    value=rounds,
-                    remedy="the prompts are too easy or too hard for the model: use others, or "
-                    "turn algorithm.dynamic_sampling off",
-                )
-            rounds += 1
-            groups = [group for group in groups if not group.zero_variance]
-            self._loop.call(self._collector.replace_equal(equal))
-            groups += self._take(len(equal), min_version)
-        return groups
+        rounds = algorithm.dynamic_sampling_rounds
+        for left in reversed(range(rounds + 1)):
+            # Equal rewards have advantages of 0: such a group teaches nothing.
+            equal = [group for group in groups if group.zero_variance]
+            if not equal:
+                return groups
+            if left:
+                groups = [group for group in groups if not group.zero_variance]
+                self._loop.call(self._collector.replace_equal(equal))
+                groups += self._take(len(equal), min_version)
+        raise CollectFailed(
+            f"{rounds} rounds of dynamic sampling left groups of equal rewards in the batch",
+            code="equal_rewards",
+            field="algorithm.dynamic_sampling_rounds",
+            value=rounds,
+            remedy="the prompts are too easy or too hard for the model: use others, or turn "
+            "algorithm.dynamic_sampling off",
+        )
 
     def _take_ahead(self, count: int, min_version: int) -> list[Group]:
         """Returns the next `count` fresh groups as soon as they are graded. Without staleness they

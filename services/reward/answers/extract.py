@@ -153,7 +153,9 @@ _MONTH = rf"(?:{'|'.join(filter(None, (*calendar.month_name, *calendar.month_abb
 # A tuple, a date, or 1 hour and 30 minutes: its numbers are no answers by themselves.
 _WHOLE = re.compile(
     rf"[(\[]\s*(?:(?:{_VALUE})\s*,\s*){{1,20}}(?:{_VALUE})\s*[)\]]"
-    rf"|(?=[^\sA-Za-z])(?<![0-9.,])(?:{_VALUE})(?:(?<=[a-z])(?:,?\s(?:and\s)?(?:{_VALUE})(?<=[a-z])){{1,3}}"
+    # not within a number, which may be long
+    rf"|(?=[^\sA-Za-z])(?<![0-9.,])(?:{_VALUE})"
+    rf"(?:(?<=[a-z])(?:,?\s(?:and\s)?(?:{_VALUE})(?<=[a-z])){{1,3}}"
     rf"|(?:\s(?!{_LEADS}\b|{_VERB})[a-z]+,?(?:\s(?:{_VALUE}))?){{1,9}}\sand\s(?:{_VALUE})\s[a-z]+)"
     rf"|(?:\b[0-9]{{1,2}}(?:st|nd|rd|th)?\s+(?:of\s+)?{_MONTH}"
     rf"|\b{_MONTH}\s+[0-9]{{1,2}}(?:st|nd|rd|th)?\b)(?:,?\s+[0-9]{{4}})?"
@@ -309,7 +311,9 @@ def _asserted(sentence: str, end: int) -> list[re.Match[str]]:
 
 
 def _without_computation(found: re.Match[str]) -> str:
-    """Returns the value of "18 (9 * 2)" and "18 (9 * 2 = 18)"; 3 (4 + 5) as it is: a product."""
+    """Returns the value before its computation, "18 (9 * 2)", or an equation, "18 (9 * 2 = 18)".
+    3 (4 + 5) stays as it is: a product.
+    """
     value, note = found.groups()
     sides = re.sub(r"\bx\b", "*", note.replace("$", "")).split("=")
     amounts = [quantity(side) for side in (value, *sides)]
