@@ -35,7 +35,7 @@ help:
 	@echo 'make sglang-cpu      install SGLang for the CPU in .venv-sglang, about three minutes and 2.4 GB'
 	@echo 'make check           lint, types and the unit tests; about two minutes on two cores'
 	@echo 'make test            lint, types, the unit tests and those of the guarantees; about five minutes on two cores [JOBS=4]'
-	@echo 'make test-slow       the other tests, but for long forms; about seven minutes on two cores'
+	@echo 'make test-slow       the other tests, but for long forms; about twenty minutes on two cores'
 	@echo 'make test-all        everything: also long forms (make test-long), the oldest torch, fuzz and soak; more than an hour'
 	@echo 'make test-oldest     what computes, with torch $(OLDEST_TORCH), the oldest that pyproject.toml allows; installs several GB'
 	@echo 'make docs            this documentation as a site in site/'
