@@ -40,7 +40,7 @@ class StoreMark(NamedTuple):
             return None
         return cls(int(identity), int(changes))
 
-    def is_behind(self, seen: "StoreMark | None") -> bool:
+    def is_behind(self, seen: "StoreMark") -> bool:
         """Whether this moment is before one that a client has seen of the same store."""
         # A new store has another identity: fewer changes say nothing about it.
-        return seen is not None and self.identity == seen.identity and self.changes < seen.changes
+        return self.identity == seen.identity and self.changes < seen.changes

@@ -1,4 +1,6 @@
-"""Refuses requests when the service's store has gone back behind what the client has seen."""
+"""Refuses requests when the service's store is not the one that the client has seen, or has gone
+back behind it.
+"""
 
 import asyncio
 
@@ -14,6 +16,9 @@ from services.http.sqlite_store import SqliteStore
 class GoingBack:
     """Sends the mark of the store with every answer, and refuses a client that has seen a later
     one: groups would be handed out a second time, and acknowledged ones would be missing.
+
+    A request with the mark of another store is refused once: its client asks again with the new
+    mark. A copy that arrives late does not, and the new store cannot know that it is one.
     """
 
     def __init__(self, app: ASGIApp, store: SqliteStore) -> None:
@@ -33,23 +38,34 @@ class GoingBack:
 
         seen = StoreMark.parse(Headers(scope=scope).get(STORE_HEADER, ""))
         try:
-            if seen is not None and store.mark.is_behind(seen):
-                await asyncio.to_thread(_check, store, seen)
+            if seen is not None:
+                await self._check(seen)
         except ServiceError as error:  # which no handler of the app would see
-            await error_response(error, scope)(scope, receive, send)
+            await error_response(error, scope)(scope, receive, marked)
         else:
             await self.app(scope, receive, marked)
 
-
-def _check(store: SqliteStore, seen: StoreMark) -> None:
-    mark = store.read_mark()
-    if mark.is_behind(seen):
-        raise Conflict(
-            f"the store has gone back: it has {mark.changes} changes, and this client has seen "
-            f"{seen.changes}; its directory was set to an older copy",
-            code="gone_back",
-            field="state_dir",
-            value=str(mark),
-            remedy="start the run again: it resumes from its checkpoint, and collects again what "
-            "it has not trained on",
-        )
+    async def _check(self, seen: StoreMark) -> None:
+        """Raises ServiceError when the store is another one or earlier than what was seen."""
+        mark = self._store.mark
+        if mark.identity != seen.identity:
+            raise ServiceError(
+                "this request was made for a store that is no longer here",
+                code="another_store",
+                status=503,
+                field=STORE_HEADER,
+                value=str(seen),
+                remedy="send it again with the mark of this answer, or without one",
+            )
+        if mark.is_behind(seen):
+            mark = await asyncio.to_thread(self._store.read_mark)
+        if mark.is_behind(seen):
+            raise Conflict(
+                f"the store has gone back: it has {mark.changes} changes, and this client has seen "
+                f"{seen.changes}; its directory was set to an older copy",
+                code="gone_back",
+                field="state_dir",
+                value=str(mark),
+                remedy="start the run again: it resumes from its checkpoint, and collects again what "
+                "it has not trained on",
+            )

@@ -13,10 +13,11 @@ from tests.simulation.scene import Scene, Violation
 from tests.support.paths import ROOT
 
 _PART = 25
-FOUND = (2079, 2715, 3443, 5405, 6540, 7565, 8063, 8145, 8789)
+FOUND = (2079, 2715, 3443, 5405, 6540, 7565, 8063, 8145, 8789, 701_692)
 """Seeds that found faults of the product: a data-server that forgot which runs had ended, a late
 copy of a group that was counted as stale, a request without groups that a full disk kept open, a
-lost volume with groups that the trainer held, of which it accused another client."""
+lost volume with groups that the trainer held, of which it accused another client, and one whose
+successor took a late copy of a call for a new one."""
 FULL_WHILE_IT_STARTS = (955, 1148)
 """Seeds with which a service starts on a new volume of a full disk."""
 

@@ -36,7 +36,11 @@ class Switch(httpx.AsyncBaseTransport):
 
     app: FastAPI
 
+    def __init__(self) -> None:
+        self.requests: list[httpx.Request] = []
+
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        self.requests.append(request)
         transport = httpx.ASGITransport(self.app, raise_app_exceptions=False)
         return await transport.handle_async_request(request)
 
@@ -103,6 +107,29 @@ async def test_every_call_after_the_store_has_gone_back_is_refused(
                 await work(new, 2)  # a run that starts again has seen nothing of what is gone
     assert (error.value.status, error.value.code) == (409, "gone_back")
     assert "start the run again" in str(error.value.remedy)
+
+
+async def test_a_copy_of_a_call_that_a_lost_store_has_answered_changes_nothing(
+    tmp_path: Path,
+) -> None:
+    """The new store does not know the call, and would hand out groups to nobody."""
+    switch = Switch()
+    async with ReplayClient("service", "http://x", transport=switch, deadline_s=30) as client:
+        switch.app = replay_app(tmp_path / "lost")
+        async with switch.app.router.lifespan_context(switch.app):
+            await client.add([make_group("g0", 0, 0), make_group("g1", 0, 1)])
+            await client.take(TakeRequest(count=1, request_id="take-0"))
+            await client.take(TakeRequest(count=1, request_id="take-1"))
+        copied = switch.requests[-1]
+
+        switch.app = replay_app(tmp_path / "new")
+        async with switch.app.router.lifespan_context(switch.app):
+            await client.add([make_group("g2", 0, 2)])  # it is refused, and sent again
+            late = await switch.handle_async_request(copied)
+            answer = await client.take(TakeRequest(count=1, request_id="take-2"))
+    await late.aread()
+    assert (late.status_code, late.json()["error"]["code"]) == (503, "another_store")
+    assert [group.id for group in answer.groups] == ["g2"]
 
 
 def removed(state: Path, snapshot: Path) -> None:
