@@ -17,8 +17,8 @@ class GoingBack:
     """Sends the mark of the store with every answer, and refuses a client that has seen a later
     one: groups would be handed out a second time, and acknowledged ones would be missing.
 
-    A request with the mark of another store is refused once: its client asks again with the new
-    mark. A copy that arrives late does not, and the new store cannot know that it is one.
+    A request with the mark of another store is refused, too. Its client asks again with the new
+    mark; a copy that arrives late does not, and the new store could not tell that it is one.
     """
 
     def __init__(self, app: ASGIApp, store: SqliteStore) -> None:
@@ -66,6 +66,6 @@ class GoingBack:
                 code="gone_back",
                 field="state_dir",
                 value=str(mark),
-                remedy="start the run again: it resumes from its checkpoint, and collects again what "
-                "it has not trained on",
+                remedy="start the run again: it resumes from its checkpoint, and collects again "
+                "what it has not trained on",
             )
