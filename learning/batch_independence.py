@@ -10,8 +10,9 @@ the factors of a shorter sequence. So a run has one set, by the longest sequence
 import inspect
 import logging
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -29,6 +30,8 @@ _LONG = 24
 # another order.
 _ROUNDING = 1e-4
 _COARSE_ROUNDING = 0.1
+_STANCES: list[AbstractContextManager[None]] = []
+_STANCES_LOCK = threading.Lock()
 Score = Callable[[Tensor, Tensor | None], Tensor]
 """(tokens [rows, T], their positions [rows, T] or None for 0 to T - 1) -> log-probabilities [rows,
 T - 1] after the first."""
@@ -118,12 +121,7 @@ def check_batch_independence(
     own_positions = None if positions is None else positions[1:, :short]
 
     no_dropout = NoDropout()
-    # Compiled layers would be compiled for these shapes, which takes minutes. Where none is, the
-    # compiler was not imported, which is large.
-    eager: AbstractContextManager[Any] = nullcontext()
-    if "torch._dynamo" in sys.modules:
-        eager = torch.compiler.set_stance("force_eager")
-    with _left_as_it_is(model, device), eager, no_dropout:
+    with _left_as_it_is(model, device), _eagerly(), no_dropout:
         for training in modes:
             model.train(training)
             alone = score(tokens[1:, :short], own_positions)
@@ -133,6 +131,24 @@ def check_batch_independence(
                 noise = _difference(alone, score(tokens[1:, :short], own_positions))
                 raise _refusal(model, training, change, at_random=noise > rounding(low_precision))
     return no_dropout.rates
+
+
+@contextmanager
+def _eagerly() -> Iterator[None]:
+    """Compiles nothing inside the block: for its shapes that would take minutes. The stance is one
+    of the process, and a trainer and its engine may both be here: the last to leave restores it.
+    """
+    # Where no layer is compiled, the compiler was not imported, which is large.
+    if "torch._dynamo" not in sys.modules:
+        yield
+        return
+    with _STANCES_LOCK:
+        _STANCES.append(torch.compiler.set_stance("force_eager"))
+    try:
+        yield
+    finally:
+        with _STANCES_LOCK:
+            _STANCES.pop().__exit__(None, None, None)
 
 
 @contextmanager

@@ -10,12 +10,17 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.utils import counters
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from common.errors import ConfigError
 from common.settings.config import Config, from_mapping
 from learning.attention import unpackable
-from learning.batch_independence import check_batch_independence, fix_rotary_factors
+from learning.batch_independence import (
+    _eagerly,
+    check_batch_independence,
+    fix_rotary_factors,
+)
 from learning.layout import Padded
 from learning.ranks import Ranks
 from services.engine.engine import Engine
@@ -280,3 +285,16 @@ def test_factors_of_every_kind_of_layer_are_fixed() -> None:
     assert each["short_factor"] == FACTORS["short_factor"]
     fix_rotary_factors(config, ORIGINAL + 1)
     assert each["short_factor"] == each["long_factor"] == FACTORS["long_factor"]
+
+
+def test_layers_are_compiled_again_after_two_checks_at_once() -> None:
+    """As a trainer and its engine make them in one process, each in a thread of its own."""
+    torch._dynamo.reset()
+    counters.clear()
+    first, second = _eagerly(), _eagerly()
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    second.__exit__(None, None, None)
+    torch.compile(torch.sin, backend="eager")(torch.zeros(2))
+    assert counters["stats"]["unique_graphs"] == 1
